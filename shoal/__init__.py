@@ -1,0 +1,22 @@
+"""Shoal: distributed deep reinforcement learning in Python and PyTorch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.experiment import Experiment, load
+    from shoal.training import Run, train
+
+__all__ = ["Experiment", "Run", "load", "train"]
+
+_HOMES = {"Experiment": "experiment", "load": "experiment", "Run": "training", "train": "training"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: start-up stays quick."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"shoal.{_HOMES[name]}"), name)

@@ -1,0 +1,39 @@
+"""The errors that Shoal raises on purpose."""
+
+from __future__ import annotations
+
+
+class ShoalError(Exception):
+    """Something a user can understand and mend."""
+
+
+class SettingsError(ShoalError):
+    """Settings that cannot be used; the message says which, what is allowed and what is nearest."""
+
+
+class WireError(ShoalError):
+    """A message that is malformed, truncated or too large."""
+
+
+class Fatal(ShoalError):
+    """A failure that restarting a worker would only repeat."""
+
+
+class DeadlineExceeded(ShoalError):
+    """A call to a service was not answered in time."""
+
+
+class ServiceLost(ShoalError):
+    """The process that held a service has gone."""
+
+
+class ServiceFailed(ShoalError):
+    """A service in another process raised; carries its traceback."""
+
+
+class WorkerFailed(ShoalError):
+    """A worker ended by an exception or died; carries its traceback."""
+
+
+class Stalled(ShoalError):
+    """No worker moved for too long; the message says who waits for whom."""

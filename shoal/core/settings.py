@@ -1,0 +1,61 @@
+"""The base of every settings model: frozen, typed, closed to unknown keys."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_validator
+
+
+class Settings(BaseModel):
+    """Frozen settings; an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=False)
+
+
+class Schedule(Settings):
+    """A number that may change over the run; a bare number is a constant."""
+
+    start: float = Field(description="Value at the beginning.")
+    end: float | None = Field(None, description="Value at the end of the run; none keeps the start.")
+    shape: Literal["constant", "linear", "polynomial"] = Field("linear", description="How it moves.")
+    power: float = Field(2.0, gt=0, description="Exponent of the polynomial shape.")
+    now: float = Field(default=float("nan"), exclude=True, description="Value at the present moment.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_number(cls, value: Any) -> Any:
+        if isinstance(value, int | float | str) and not isinstance(value, bool):
+            return {"start": value, "shape": "constant"}
+        return value
+
+    @model_validator(mode="after")
+    def _begin(self) -> Self:
+        if self.now != self.now:  # NaN: never set
+            object.__setattr__(self, "now", self.start)
+        return self
+
+    @model_serializer(mode="plain")
+    def _short(self) -> Any:
+        if self.shape == "constant" or self.end is None:
+            return self.start
+        power = {"power": self.power} if self.shape == "polynomial" else {}
+        return {"start": self.start, "end": self.end, "shape": self.shape, **power}
+
+    def at(self, progress: float) -> Schedule:
+        """Return the schedule with `now` set for a progress in [0, 1]."""
+        if self.shape == "constant" or self.end is None:
+            return self
+        left = 1.0 - min(max(progress, 0.0), 1.0)
+        share = left if self.shape == "linear" else left**self.power
+        return self.model_copy(update={"now": self.end + (self.start - self.end) * share})
+
+
+def at(settings: Any, progress: float) -> Any:
+    """Return settings whose schedules stand at a progress in [0, 1]."""
+    moved = {}
+    for name in type(settings).model_fields:
+        value = getattr(settings, name)
+        if isinstance(value, Schedule) and (new := value.at(progress)) is not value:
+            moved[name] = new
+    return settings.model_copy(update=moved) if moved else settings

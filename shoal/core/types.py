@@ -1,0 +1,159 @@
+"""The nouns: what flows between workers and services, and how time is counted.
+
+Time, stated once. A step at instant t holds the observation, and the reward and discount earned by the
+action chosen at t-1. A batch is already shifted: action[t] was chosen at observation[t], and reward[t] and
+discount[t] answer it. Only the packer shifts. An episode ends with its true last observation; the action
+chosen there is a dummy that leads to the next step with `first`, so every transition into a `first` step is
+masked: `batch.mask[t] = not first[t+1]`. Padding repeats `first` steps, so the same mask covers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Array: TypeAlias = NDArray[Any]
+Tree: TypeAlias = Array | Mapping[str, "Tree"]
+
+
+class Step(NamedTuple):
+    """What B environments say at one instant."""
+
+    observation: Any  # tree of [B, ...]
+    reward: Any  # [B] float32, earned by the previous action
+    discount: Any  # [B] float32, 0 where the episode ended by its own rules, 1 if it goes on or was cut off
+    first: Any  # [B] bool, this observation opens an episode
+
+
+class Act(NamedTuple):
+    """One choice for B environments."""
+
+    action: Tensor  # [B] or [B, A]
+    record: dict[str, Tensor]  # [B, ...] stored with the step
+    carry: Any  # threaded to the next call
+
+
+class Batch(NamedTuple):
+    """Experience for one update; time runs along axis 0 and items along axis 1."""
+
+    observation: Any  # tree of [T+1, B, ...]
+    first: Tensor  # [T+1, B] bool
+    action: Tensor  # [T, B, ...]
+    reward: Tensor  # [T, B]
+    discount: Tensor  # [T, B]
+    record: dict[str, Tensor]  # [T, B, ...]; [1, B, ...] where declared initial
+    weight: Tensor  # [B]
+    key: Array  # [B] int64
+    version: Array  # [B] int64
+
+    @property
+    def mask(self) -> Tensor:
+        """[T, B] float: 0 on the dummy transition between episodes and on padding."""
+        return (~self.first[1:]).float()
+
+
+class Loss(NamedTuple):
+    """A loss per item, before importance weights."""
+
+    each: Tensor  # [B]
+    priority: Tensor  # [B]
+    metrics: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class NStep:
+    """Cut the stream into n-step transitions (T = 1), shorter where the episode ends sooner."""
+
+    n: int = 1
+    gamma: float = 0.99
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Cut the stream into runs of `length` actions, each starting `length - overlap` after the one before."""
+
+    length: int
+    overlap: int = 0
+    across: bool = True  # False: a sequence stops where its episode stops, and is padded
+    initial: tuple[str, ...] = ()  # records of which only the first is kept, such as a recurrent state
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """Shape and type of one observation array, without the batch axis."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class ActionSpec:
+    """A choice among `size` actions, or a vector of `size` numbers between `low` and `high`."""
+
+    size: int
+    low: tuple[float, ...] = ()  # empty: discrete
+    high: tuple[float, ...] = ()
+
+    @property
+    def discrete(self) -> bool:
+        """Whether the action is one of `size` choices."""
+        return not self.low
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What an environment shows and takes."""
+
+    observation: Any  # ArraySpec, or a mapping of them
+    action: ActionSpec
+
+
+Work: TypeAlias = Generator[bool, None, None]  # yields True when it did work, False when it waits
+
+
+class Store(Protocol):
+    """Where experience waits: never blocks."""
+
+    def put(self, items: Mapping[str, Tree], priority: Array | None = None) -> bool:
+        """Copy the items in; False: full or over the limit, come back."""
+        ...
+
+    def get(self, size: int, oldest: int = 0) -> Mapping[str, Tree] | None:
+        """Return a batch as a tree, without items of policies before `oldest`; None: not enough yet."""
+        ...
+
+    def update(self, key: Array, priority: Array) -> None:
+        """Set priorities; unknown keys are ignored."""
+        ...
+
+
+class Engine(Protocol):
+    """Where services and workers live; it knows nothing of what they do."""
+
+    def serve(self, name: str, make: Callable[..., Any], *args: Any) -> Any:
+        """Start a service and return a stand-in that looks like it."""
+        ...
+
+    def run(self, name: str, work: Callable[..., Work], *args: Any) -> None:
+        """Start a worker."""
+        ...
+
+    def wait(self, *names: str) -> None:
+        """Return when the named workers have ended; raise what any worker raised, with its traceback."""
+        ...
+
+    def close(self) -> None:
+        """End everything; nothing survives it."""
+        ...
+
+
+def is_float(array: Array) -> bool:
+    """Whether the array holds floating point numbers."""
+    return bool(np.issubdtype(array.dtype, np.floating))

@@ -1,0 +1,171 @@
+"""The wire format: values of arrays and scalars as a list of buffers, read back without a copy.
+
+A message is a fixed prefix, a JSON header, and the bytes of the arrays, each starting at a multiple of 64:
+
+    magic 4s | version u16 | flags u16 | header length u32 | body length u64
+
+The header is `[tree, arrays]`: in `tree`, `{"$": i}` stands for `arrays[i] = [dtype, shape, where]`, and `where`
+is an offset in the body, or in a shared block when `shared` is 1 (`[dtype, shape, where, 1]`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from shoal.core.errors import WireError
+from shoal.core.types import Array
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+MAGIC: Final = b"SHOL"
+VERSION: Final = 1
+PREFIX: Final = struct.Struct("<4sHHIQ")
+ALIGN: Final = 64  # a cache line, and what vector units like best
+HEADER_LIMIT: Final = 4 << 20
+BODY_LIMIT: Final = 4 << 30
+THRESHOLD: Final = 16 << 10  # below this, a copy through the socket is cheaper than a place in shared memory
+TYPES: Final = {
+    np.dtype(name).str: np.dtype(name)
+    for name in ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64"]
+}
+
+
+def aligned(size: int) -> int:
+    """Round up to the next multiple of the alignment."""
+    return -(-size // ALIGN) * ALIGN
+
+
+def as_bytes(array: Array) -> memoryview:
+    """View a contiguous array as bytes."""
+    return memoryview(array.reshape(-1).view(np.uint8))
+
+
+def encode(value: Any, block: memoryview | None = None, threshold: int = THRESHOLD) -> list[Buffer]:
+    """Turn a value into buffers; arrays of at least `threshold` bytes go into the shared block if one is given.
+
+    The block must have room (see `shared_size`); mapping keys must be strings.
+    """
+    arrays: list[Array] = []
+
+    def stand_in(item: Any) -> Any:
+        if isinstance(item, np.ndarray):
+            if item.dtype.str not in TYPES:
+                raise WireError(f"cannot send an array of type {item.dtype}; allowed: {', '.join(TYPES)}")
+            arrays.append(item if item.flags.c_contiguous else np.ascontiguousarray(item))
+            return {"$": len(arrays) - 1}
+        if isinstance(item, np.generic):
+            return item.item()
+        if isinstance(item, Mapping):
+            return dict(item)
+        raise WireError(f"cannot send a {type(item).__name__}: only arrays, numbers, text, lists and mappings")
+
+    try:
+        tree = json.dumps(value, default=stand_in)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise WireError(f"cannot send this value: {error}") from error
+    table: list[list[Any]] = []
+    inline: list[Buffer] = []
+    here = there = 0
+    for array in arrays:
+        entry = [array.dtype.str, array.shape]
+        if block is not None and array.nbytes >= threshold:
+            block[there : there + array.nbytes] = as_bytes(array)
+            entry += [there, 1]
+            there += aligned(array.nbytes)
+        else:
+            entry.append(here)
+            inline.append(as_bytes(array))
+            if gap := aligned(array.nbytes) - array.nbytes:
+                inline.append(bytes(gap))
+            here += aligned(array.nbytes)
+        table.append(entry)
+    header = f"[{tree},{json.dumps(table)}]".encode()
+    # Pad with spaces so that the body, and every array in it, is aligned within the message.
+    header += b" " * (aligned(PREFIX.size + len(header)) - PREFIX.size - len(header))
+    if len(header) > HEADER_LIMIT or here > BODY_LIMIT:
+        raise WireError(f"message too large: header {len(header)} B, body {here} B")
+    return [PREFIX.pack(MAGIC, VERSION, 0, len(header), here) + header, *inline]
+
+
+def shared_size(value: Any, threshold: int = THRESHOLD) -> int:
+    """Room that the arrays of a value would take in a shared block."""
+    if isinstance(value, np.ndarray):
+        return aligned(value.nbytes) if value.nbytes >= threshold else 0
+    if isinstance(value, Mapping):
+        return sum(shared_size(item, threshold) for item in value.values())
+    if isinstance(value, list | tuple):
+        return sum(shared_size(item, threshold) for item in value)
+    return 0
+
+
+def length(prefix: Buffer, limit: int = BODY_LIMIT) -> int:
+    """Bytes of the whole message that starts with this prefix."""
+    if len(prefix) < PREFIX.size:
+        raise WireError(f"message of {len(prefix)} B is shorter than its prefix of {PREFIX.size} B")
+    magic, version, flags, header, body = PREFIX.unpack_from(prefix)
+    if magic != MAGIC:
+        raise WireError("not a Shoal message: wrong magic")
+    if version != VERSION:
+        raise WireError(f"wire version {version}, this side speaks {VERSION}")
+    if flags:
+        raise WireError(f"unknown flags {flags:#x}")
+    if header > HEADER_LIMIT or body > limit:
+        raise WireError(f"message too large: header {header} B, body {body} B, limits {HEADER_LIMIT} and {limit}")
+    return int(PREFIX.size + header + body)
+
+
+def decode(data: Buffer, block: Buffer | None = None, limit: int = BODY_LIMIT) -> Any:
+    """Read a value back; its arrays are views into `data` or into the shared block."""
+    view = memoryview(data)
+    if (total := length(view, limit)) != len(view):
+        raise WireError(f"message of {len(view)} B announces {total} B")
+    header_end = PREFIX.size + PREFIX.unpack_from(view)[3]
+    body = view[header_end:]
+    try:
+        document = json.loads(bytes(view[PREFIX.size : header_end]))
+        tree, table = document
+        arrays = [_array(entry, body, block) for entry in table]
+        return _fill(tree, arrays) if arrays else _plain(tree)
+    except WireError:
+        raise
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError) as error:
+        raise WireError(f"malformed message: {type(error).__name__}: {error}") from error
+
+
+def _array(entry: Any, body: memoryview, block: Buffer | None) -> Array:
+    name, shape, where, *shared = entry
+    if name not in TYPES:
+        raise WireError(f"array type {name!r} is not allowed")
+    if not all(type(side) is int and side >= 0 for side in [*shape, where]) or len(shape) > 32:
+        raise WireError(f"bad shape {shape} or offset {where}")
+    if shared and block is None:
+        raise WireError("message refers to a shared block and there is none")
+    source = memoryview(block) if shared and block is not None else body
+    kind, count = TYPES[name], math.prod(shape)
+    if where + count * kind.itemsize > len(source):
+        raise WireError(f"array of {count} × {kind} at {where} does not fit in {len(source)} B")
+    if not count:
+        return np.empty(shape, kind)
+    return np.frombuffer(source, kind, count, where).reshape(shape)
+
+
+def _fill(node: Any, arrays: list[Array]) -> Any:
+    if isinstance(node, dict):
+        if "$" in node:
+            index = node["$"]
+            if type(index) is not int or not 0 <= index < len(arrays) or len(node) != 1:
+                raise WireError(f"reference to array {index!r} of {len(arrays)}")
+            return arrays[index]
+        return {key: _fill(value, arrays) for key, value in node.items()}
+    return [_fill(value, arrays) for value in node] if isinstance(node, list) else node
+
+
+def _plain(node: Any) -> Any:
+    """A tree that must hold no reference, checked only where one could hide."""
+    return _fill(node, []) if isinstance(node, dict | list) else node

@@ -1,0 +1,152 @@
+"""What every engine shares: driving a generator, knowing what it waits for, calling a service in the same process."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.core.types import Work
+
+LONGEST_PAUSE = 0.005  # how late a waiting worker may notice that something came
+
+
+@dataclass
+class Activity:
+    """What one worker has been doing: seconds at work, seconds waiting and on whom, its present call."""
+
+    name: str
+    moves: int = 0
+    began: float = field(default_factory=time.monotonic)
+    working: float = 0.0
+    waiting: dict[str, float] = field(default_factory=dict)
+    calling: str = ""
+    since: float = 0.0
+    last: str = ""
+    ended: bool = False
+
+    def call(self, name: str) -> None:
+        """Mark the start of a call to a service in another process."""
+        self.calling, self.since = name, time.monotonic()
+
+    def answered(self) -> None:
+        """Mark its end, and count its time as waiting."""
+        self.last, self.calling = self.calling, ""
+        self.wait(self.last, time.monotonic() - self.since)
+
+    def wait(self, name: str, seconds: float) -> None:
+        """Count seconds spent waiting for a service."""
+        self.waiting[name] = self.waiting.get(name, 0.0) + seconds
+
+    def describe(self) -> str:
+        """One line on what the worker is doing."""
+        if self.ended:
+            return f"{self.name}: has ended after {self.moves} moves"
+        if self.calling:
+            state = f"waits for an answer from {self.calling} since {time.monotonic() - self.since:.1f} s"
+        elif self.last:
+            state = f"last asked {self.last}"
+        else:
+            state = "has called no service yet"
+        return f"{self.name}: {self.moves} moves, {state}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The shares of its time, for reports."""
+        total = max(time.monotonic() - self.began, 1e-9)
+        waits = {name: round(seconds / total, 4) for name, seconds in self.waiting.items()}
+        return {
+            "moves": self.moves,
+            "seconds": round(total, 2),
+            "working": round(self.working / total, 4),
+            "waits": waits,
+        }
+
+
+class Bell:
+    """Wakes the workers of a process when something in it changed."""
+
+    def __init__(self) -> None:
+        """Begin silent."""
+        self._condition = threading.Condition()
+
+    def ring(self) -> None:
+        """Wake whoever waits."""
+        with self._condition:
+            self._condition.notify_all()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for a ring, but no longer than this."""
+        with self._condition:
+            self._condition.wait(seconds)
+
+
+class Local:
+    """A stand-in for a service in the same process: plain calls, one at a time."""
+
+    def __init__(self, name: str, service: Any, activity: Callable[[], Activity | None]) -> None:
+        """Wrap a service; `activity` says who is calling."""
+        self._service = name
+        self._target = service
+        self._lock = threading.Lock()
+        self._activity = activity
+
+    def __getattr__(self, method: str) -> Any:
+        """Find a method of the service."""
+        if method.startswith("_"):
+            raise AttributeError(method)
+        function = getattr(self._target, method)
+        name = f"{self._service}.{method}"
+
+        def call(*args: Any) -> Any:
+            if caller := self._activity():
+                caller.last = name
+            with self._lock:
+                return function(*args)
+
+        self.__dict__[method] = call
+        return call
+
+
+def advance(work: Work, activity: Activity) -> bool | None:
+    """Take one unit of work; None: the worker has ended."""
+    start, waited = time.perf_counter(), sum(activity.waiting.values())
+    moved = next(work, None)
+    spent = time.perf_counter() - start - (sum(activity.waiting.values()) - waited)
+    if moved is None:
+        activity.ended = True
+    elif moved:
+        activity.moves += 1
+        activity.working += spent
+    else:
+        activity.wait(activity.last, spent)
+    return moved
+
+
+def drive(work: Work, activity: Activity, bell: Bell, stopped: Callable[[], bool]) -> None:
+    """Advance a worker until it ends, pausing a little longer each time it has to wait."""
+    pause = 0.0002
+    while not stopped():
+        moved = advance(work, activity)
+        if moved is None:
+            return
+        if moved:
+            pause = 0.0002
+            continue
+        start = time.perf_counter()
+        bell.wait(pause)
+        activity.wait(activity.last, time.perf_counter() - start)
+        pause = min(pause * 2, LONGEST_PAUSE)
+
+
+def stacks(names: Mapping[int, str]) -> str:
+    """The stacks of this process's threads, with the names given for their identifiers."""
+    known = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = []
+    for ident, frame in sys._current_frames().items():
+        label = names.get(ident) or known.get(ident) or str(ident)
+        parts.append(f"--- {label}\n" + "".join(traceback.format_stack(frame)))
+    return "\n".join(parts)

@@ -1,0 +1,65 @@
+"""The engine of one thread: workers take turns in the order they were started, every run the same."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shoal.core.errors import Stalled
+from shoal.core.randomness import Randomness, derive
+from shoal.core.types import Work
+from shoal.engines.driving import Activity, Local, advance
+from shoal.engines.options import Options
+
+
+class Inline:
+    """Services are plain objects and workers are called round robin; always in lockstep."""
+
+    def __init__(self, options: Options) -> None:
+        """Begin with nothing running."""
+        self.options = options
+        self.workers: dict[str, tuple[Work, Randomness]] = {}
+        self.activities: dict[str, Activity] = {}
+        self._current: Activity | None = None
+
+    def serve(self, name: str, make: Callable[..., Any], *args: Any) -> Any:
+        """Make a service."""
+        with Randomness(derive(self.options.seed, name)).active():
+            return Local(name, make(*args), lambda: self._current)
+
+    def run(self, name: str, work: Callable[..., Work], *args: Any) -> None:
+        """Make a worker."""
+        self.workers[name] = (work(*args), Randomness(derive(self.options.seed, name)))
+        self.activities[name] = Activity(name)
+
+    def wait(self, *names: str) -> None:
+        """Let the workers take turns until the named ones have ended."""
+        quiet = time.monotonic()
+        while any(not self.activities[name].ended for name in names):
+            moved = False
+            for name, (work, randomness) in self.workers.items():
+                self._current = activity = self.activities[name]
+                if not activity.ended:
+                    with randomness.active():
+                        result = advance(work, activity)
+                    # An observer moves by the clock, not by the run: it must not hide that the run stands still.
+                    moved |= result is not False and name not in self.options.observers
+            self._current = None
+            if moved:
+                quiet = time.monotonic()
+            elif time.monotonic() - quiet > self.options.stall:
+                lines = [activity.describe() for activity in self.activities.values()]
+                raise Stalled(f"no worker moved for {self.options.stall:g} s\n" + "\n".join(lines))
+            else:
+                time.sleep(0.0005)
+
+    def report(self) -> Mapping[str, Any]:
+        """What each worker has done with its time."""
+        return {name: activity.as_dict() for name, activity in self.activities.items()}
+
+    def close(self) -> None:
+        """End the workers; each runs its own clean-up."""
+        for work, _ in self.workers.values():
+            work.close()
+        self.workers.clear()

@@ -1,0 +1,153 @@
+"""A pipe between two processes: messages over a socket pair, large arrays through shared memory.
+
+Neither the socket nor the memory has a name in the file system, so nothing can be left behind, whoever dies.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import struct
+import tempfile
+from typing import Any
+
+import numpy as np
+
+from shoal.core import wire
+from shoal.core.errors import DeadlineExceeded, ServiceLost
+
+CHUNK = 1 << 16  # one read takes a whole small message
+DESCRIPTORS = socket.CMSG_SPACE(4 * 64)  # room for what one read may bring
+
+
+def anonymous_file(size: int) -> int:
+    """A file descriptor of shared memory that no directory lists."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("shoal")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+class Pipe:
+    """One end; each direction is used by one thread at a time."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Take over a connected socket."""
+        self.socket = connection
+        self._outgoing: mmap.mmap | None = None  # written here, read by the other end
+        self._incoming: mmap.mmap | None = None
+        self._rest = bytearray()
+        self._descriptors: list[int] = []
+
+    @staticmethod
+    def pair() -> tuple[Pipe, socket.socket]:
+        """A pipe, and the socket of its other end."""
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        return Pipe(here), there
+
+    def set_deadline(self, seconds: float) -> None:
+        """Limit every wait for the other end; done by the kernel, which saves a system call per message."""
+        limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self.socket.setsockopt(socket.SOL_SOCKET, option, limit)
+
+    def send(self, value: Any, descriptors: tuple[int, ...] = ()) -> None:
+        """Send a value, with file descriptors for the other process if there are any."""
+        new: tuple[int, ...] = ()
+        if need := wire.shared_size(value):
+            if self._outgoing is None or len(self._outgoing) < need:
+                new = (self._grow(need),)
+            assert self._outgoing is not None
+            buffers = wire.encode(value, memoryview(self._outgoing))
+        else:
+            buffers = wire.encode(value)
+        # The first byte counts the descriptors, and whether the first of them is the new shared block.
+        data = b"".join([bytes([len(new) + 2 * len(descriptors)]), *buffers])
+        try:
+            if new or descriptors:
+                sent = socket.send_fds(self.socket, [data], [*new, *descriptors])
+                if sent < len(data):
+                    self.socket.sendall(memoryview(data)[sent:])
+            else:
+                self.socket.sendall(data)
+        except (TimeoutError, BlockingIOError) as error:
+            raise DeadlineExceeded("the other process does not take the message") from error
+        except (BrokenPipeError, ConnectionError) as error:
+            raise ServiceLost("the other process has gone") from error
+        finally:
+            for descriptor in new:
+                os.close(descriptor)
+
+    def _grow(self, need: int) -> int:
+        size = max(1 << 20, 1 << (need - 1).bit_length())
+        descriptor = anonymous_file(size)
+        self._outgoing = mmap.mmap(descriptor, size)
+        return descriptor
+
+    def receive(self, copy: bool = True) -> tuple[Any, list[int]]:
+        """Wait for a value and its descriptors; without `copy`, large arrays are valid until the next message."""
+        try:
+            message, counts = self._read()
+        except (TimeoutError, BlockingIOError) as error:
+            raise DeadlineExceeded("no answer in time") from error
+        except ConnectionError as error:
+            raise ServiceLost("the other process has gone") from error
+        if counts & 1:
+            block = self._descriptors.pop(0)
+            self._incoming = mmap.mmap(block, os.fstat(block).st_size)
+            os.close(block)
+        descriptors, self._descriptors = self._descriptors[: counts >> 1], self._descriptors[counts >> 1 :]
+        shared = memoryview(self._incoming) if self._incoming is not None else None
+        value = wire.decode(message, shared)
+        return (_owned(value) if copy and shared is not None else value), descriptors
+
+    def _read(self) -> tuple[bytearray, int]:
+        """The next message and its byte of counts; what came after it is kept."""
+        data = self._rest
+        while len(data) < 1 + wire.PREFIX.size:
+            data += self._more(CHUNK)
+        total = 1 + wire.length(memoryview(data)[1:])
+        if len(data) > total:
+            self._rest = data[total:]
+            return data[1:total], data[0]
+        self._rest = bytearray()
+        if len(data) == total:
+            counts = data[0]
+            del data[0]
+            return data, counts
+        message = bytearray(total - 1)
+        begin = len(data) - 1
+        message[:begin] = memoryview(data)[1:]
+        view = memoryview(message)[begin:]
+        while view:
+            count = self.socket.recv_into(view)
+            if not count:
+                raise ServiceLost("the other process went away in the middle of a message")
+            view = view[count:]
+        return message, data[0]
+
+    def _more(self, size: int) -> bytes:
+        data, control, _, _ = self.socket.recvmsg(size, DESCRIPTORS)
+        if not data:
+            raise ServiceLost("the other process has gone")
+        for _, _, payload in control:
+            self._descriptors += np.frombuffer(payload, np.int32).tolist()
+        return data
+
+    def close(self) -> None:
+        """Close the socket; the memory goes when the last view of it goes."""
+        self.socket.close()
+        self._outgoing = self._incoming = None
+
+
+def _owned(value: Any) -> Any:
+    """Copy large arrays out of shared memory; small ones already lie in the message's own."""
+    if isinstance(value, np.ndarray):
+        return value.copy() if value.nbytes >= wire.THRESHOLD else value
+    if isinstance(value, dict):
+        return {key: _owned(item) for key, item in value.items()}
+    return [_owned(item) for item in value] if isinstance(value, list) else value

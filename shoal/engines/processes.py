@@ -1,0 +1,332 @@
+"""The engine of one machine: every worker has a process; services live in a worker's process or in the head.
+
+The head starts each process with one control pipe and gives it a pipe to every process that holds services. All
+pipes are nameless, so when the head goes, however it goes, every child reads the end of its control pipe and ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.core.errors import ServiceLost, ShoalError, Stalled, WireError, WorkerFailed
+from shoal.core.randomness import derive
+from shoal.core.recipe import describe, path_of
+from shoal.core.types import Work
+from shoal.engines.child import Remote, answer_calls
+from shoal.engines.driving import Activity, Bell, Local, drive
+from shoal.engines.options import Options
+from shoal.engines.pipe import Pipe
+
+log = logging.getLogger("shoal")
+HEAD = "head"
+GRACE = 3.0  # seconds a process has to end by itself
+
+
+@dataclass
+class Worker:
+    """A worker as the head sees it."""
+
+    name: str
+    work: str
+    args: list[Any]
+    process: subprocess.Popen[bytes] | None = None
+    control: Pipe | None = None
+    activity: dict[str, Any] = field(default_factory=dict)
+    line: str = "has not started"
+    heard: float = 0.0
+    started: float = 0.0
+    restarts: int = 0
+    again_at: float = 0.0
+    ended: bool = False
+    failure: str = ""
+    fatal: bool = False
+    answer: Any = None
+
+
+class Processes:
+    """Workers are processes; a dead one is heard, reported and, where allowed, started again."""
+
+    def __init__(self, options: Options) -> None:
+        """Begin with nothing running."""
+        self.options = options
+        self.workers: dict[str, Worker] = {}
+        self.placed: dict[str, dict[str, Any]] = {}  # worker → services to make there
+        self.local: dict[str, Local] = {}
+        self.restarts: dict[str, int] = {}
+        self._early: dict[str, list[Any]] = {}  # sockets for a process that is not there yet
+        self._observers: dict[str, tuple[threading.Thread, Activity]] = {}
+        self._threads: list[threading.Thread] = []
+        self._selector = selectors.DefaultSelector()
+        self._stopped = threading.Event()
+        self._bell = Bell()
+        self._ready = threading.Event()
+        self._ready.set()
+        self._failure: BaseException | None = None
+
+    def serve(self, name: str, make: Callable[..., Any], *args: Any) -> Any:
+        """Make a service in the head, or have it made in the worker where it is placed."""
+        home = self.options.homes.get(name, HEAD)
+        if home == HEAD:
+            self.local[name] = Local(name, make(*args), lambda: None)
+            return self.local[name]
+        recipe = {
+            "make": path_of(make),
+            "args": [describe(arg) for arg in args],
+            "seed": derive(self.options.seed, name),
+        }
+        self.placed.setdefault(home, {})[name] = recipe
+        return Remote(name, lambda: self._call_into(home), Activity(HEAD))
+
+    def run(self, name: str, work: Callable[..., Work], *args: Any) -> None:
+        """Start a worker in a process of its own; an observer in a thread of the head."""
+        if name in self.options.observers:
+            activity = Activity(name)
+            thread = threading.Thread(target=self._observe, args=(work(*args), activity), name=name, daemon=True)
+            self._observers[name] = thread, activity
+            thread.start()
+            return
+        self.workers[name] = Worker(name, path_of(work), [describe(arg) for arg in args])
+        self._launch(self.workers[name])
+
+    def _observe(self, work: Work, activity: Activity) -> None:
+        try:
+            drive(work, activity, self._bell, self._stopped.is_set)
+        except BaseException as error:
+            self._failure = error
+        finally:
+            work.close()
+
+    def _launch(self, worker: Worker) -> None:
+        worker.control, end = Pipe.pair()
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        code = f"from shoal.engines.child import main; main({end.fileno()})"
+        worker.process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            pass_fds=[end.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,  # a Ctrl-C at the terminal reaches the head alone, which ends its workers in order
+        )
+        end.close()
+        worker.heard = worker.started = time.monotonic()
+        worker.again_at, worker.failure, worker.line, worker.answer = 0.0, "", "is starting", None
+        homes = {name: self.options.homes.get(name, HEAD) for name in [*self.local, *self.options.homes]}
+        hosts = sorted(set(homes.values()) - {worker.name})
+        ends = [self._connect(host) for host in hosts]
+        start = {
+            "name": worker.name,
+            "work": worker.work,
+            "args": worker.args,
+            "services": self.placed.get(worker.name, {}),
+            "homes": homes,
+            "hosts": hosts,
+            "seed": derive(self.options.seed, worker.name, *([worker.restarts] if worker.restarts else [])),
+            "lockstep": self.options.lockstep,
+            "deadline": self.options.deadline,
+        }
+        worker.control.send(start, tuple(end.fileno() for end in ends))
+        for end in ends:
+            end.close()
+        for end in self._early.pop(worker.name, []):
+            self._hand_over(worker, end)
+        self._selector.register(worker.control.socket, selectors.EVENT_READ, worker)
+
+    def _connect(self, host: str) -> Any:
+        """Return a socket whose other end is answered by the host."""
+        pipe, end = Pipe.pair()
+        if host == HEAD:
+            thread = threading.Thread(
+                target=answer_calls,
+                args=(pipe, self.local, self._ready, self._bell),
+                name="calls",
+                daemon=True,
+            )
+            self._threads.append(thread)
+            thread.start()
+            return end
+        other = pipe.socket
+        if host in self.workers and self.workers[host].control is not None:
+            self._hand_over(self.workers[host], other)
+        else:
+            self._early.setdefault(host, []).append(other)
+        return end
+
+    def _hand_over(self, worker: Worker, end: Any) -> None:
+        assert worker.control is not None
+        try:
+            worker.control.send(["link"], (end.fileno(),))
+        except ServiceLost:
+            pass  # its death is noticed where deaths are noticed
+        end.close()
+
+    def _call_into(self, host: str) -> Pipe:
+        pipe = Pipe(self._connect(host))
+        pipe.set_deadline(self.options.deadline)
+        return pipe
+
+    def wait(self, *names: str) -> None:
+        """Watch over the workers until the named ones have ended."""
+        moved_at, before = time.monotonic(), -1
+        while any(not self.workers[name].ended for name in names):
+            if self.options.lockstep:
+                self._give_turns()
+            else:
+                self._listen(0.05)
+            if self._failure:
+                raise self._failure
+            now = time.monotonic()
+            for worker in self.workers.values():
+                self._check(worker, now)
+            moves = sum(worker.activity.get("moves", 0) + worker.ended for worker in self.workers.values())
+            if moves != before or any(worker.again_at for worker in self.workers.values()):
+                moved_at, before = now, moves
+            elif now - moved_at > self.options.stall:
+                raise Stalled(self._standstill())
+
+    def _give_turns(self) -> None:
+        """Let every worker take one turn, in order."""
+        for worker in self.workers.values():
+            if worker.ended or worker.control is None:
+                continue
+            self._ask(worker, "next", self.options.stall)
+            if worker.failure:
+                return
+
+    def _ask(self, worker: Worker, question: str, seconds: float) -> Any:
+        """Send a question down the control pipe and wait for its answer, or for the worker's end."""
+        assert worker.control is not None
+        worker.answer, limit = None, time.monotonic() + seconds
+        try:
+            worker.control.send([question])
+        except ServiceLost:
+            return None
+        while worker.answer is None and not worker.ended and not worker.failure:
+            if time.monotonic() > limit:
+                if question == "next":
+                    raise Stalled(self._standstill())
+                return None
+            self._listen(0.05)
+        return worker.answer
+
+    def _listen(self, seconds: float) -> None:
+        """Take in what the workers say."""
+        for key, _ in self._selector.select(seconds):
+            worker: Worker = key.data
+            assert worker.control is not None
+            try:
+                (kind, *rest), _ = worker.control.receive()
+            except (ServiceLost, WireError):
+                self._selector.unregister(worker.control.socket)
+                worker.failure = worker.failure or "died"
+                continue
+            worker.heard = time.monotonic()
+            if kind == "beat":
+                worker.activity, worker.line = rest
+            elif kind == "failed":
+                worker.failure, worker.fatal = rest
+            elif kind == "ended":
+                worker.ended = True
+            else:
+                worker.answer = rest
+
+    def _check(self, worker: Worker, now: float) -> None:
+        """Notice that a worker died or fell silent, and start it again when its time has come."""
+        if worker.again_at:
+            if now >= worker.again_at:
+                self._launch(worker)
+            return
+        if not worker.failure and not worker.ended and now - worker.heard > self.options.silence:
+            worker.failure = f"gave no sign of life for {self.options.silence:g} s\n{worker.line}"
+        if worker.failure:
+            self._failed(worker, now)
+
+    def _failed(self, worker: Worker, now: float) -> None:
+        code = self._end_process(worker, 1.0)
+        if worker.failure == "died":
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            worker.failure = f"{how}; {worker.line}"
+        if now - worker.started > 60:
+            worker.restarts = 0
+        gone = [
+            other for other in self.workers.values() if other.failure and other.name not in self.options.restartable
+        ]
+        if worker.name not in self.options.restartable or worker.fatal or worker.restarts >= self.options.restarts:
+            raise WorkerFailed(f"{worker.name} {worker.failure}")
+        if gone:  # its loss explains this one
+            return
+        worker.restarts += 1
+        self.restarts[worker.name] = self.restarts.get(worker.name, 0) + 1
+        delay = min(0.25 * 2**worker.restarts, 30.0)
+        worker.again_at = now + delay
+        log.warning("%s %s\nstarting it again in %.1f s (%d of %d)", worker.name, worker.failure, delay,
+                    worker.restarts, self.options.restarts)  # fmt: skip
+
+    def _standstill(self) -> str:
+        lines, parts = [], []
+        for worker in self.workers.values():
+            answer = None if worker.ended else self._ask(worker, "stacks", 2.0)
+            lines.append(worker.line if answer else f"{worker.name}: does not answer; before: {worker.line}")
+            parts += answer or []
+        return f"no worker moved for {self.options.stall:g} s\n" + "\n".join(lines) + "\n" + "\n".join(parts)
+
+    def report(self) -> Mapping[str, Any]:
+        """What each worker has done with its time, and how often it was started again."""
+        return {
+            name: {
+                **worker.activity,
+                "restarts": self.restarts.get(name, 0),
+                "pid": worker.process and worker.process.pid,
+            }
+            for name, worker in self.workers.items()
+        }
+
+    def _end_process(self, worker: Worker, grace: float) -> int:
+        """Reap a process, by force if it does not end by itself, and everything it started."""
+        assert worker.process is not None
+        try:
+            code = worker.process.wait(grace)
+        except subprocess.TimeoutExpired:
+            worker.process.kill()
+            code = worker.process.wait()
+        try:
+            os.killpg(worker.process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
+        if worker.control is not None:
+            if worker.control.socket.fileno() in self._selector.get_map():
+                self._selector.unregister(worker.control.socket)
+            worker.control.close()
+            worker.control = None
+        return code
+
+    def close(self) -> None:
+        """End every process and thread, first by asking."""
+        self._stopped.set()
+        self._bell.ring()
+        for worker in self.workers.values():
+            if worker.control is not None:
+                try:
+                    worker.control.set_deadline(GRACE)
+                    worker.control.send(["stop"])
+                except ShoalError:
+                    pass
+        limit = time.monotonic() + GRACE
+        for worker in self.workers.values():
+            if worker.process is not None:
+                self._end_process(worker, max(limit - time.monotonic(), 0.01))
+        self.workers.clear()
+        for end in [end for ends in self._early.values() for end in ends]:
+            end.close()
+        for thread in [*self._threads, *(thread for thread, _ in self._observers.values())]:
+            thread.join(timeout=GRACE)
+        self._selector.close()

@@ -1,0 +1,126 @@
+"""The engine of one process: every worker has a thread, services are plain objects behind a lock."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shoal.core.errors import Stalled
+from shoal.core.randomness import Randomness, derive, seed_everything
+from shoal.core.types import Work
+from shoal.engines.driving import Activity, Bell, Local, advance, drive, stacks
+from shoal.engines.options import Options
+
+
+class Threads:
+    """Workers run side by side; under lockstep their threads take turns."""
+
+    def __init__(self, options: Options) -> None:
+        """Begin with nothing running."""
+        self.options = options
+        self.activities: dict[str, Activity] = {}
+        self.threads: dict[str, threading.Thread] = {}
+        self.failure: BaseException | None = None
+        self._bell = Bell()
+        self._stopped = threading.Event()
+        self._here = threading.local()
+        self._turns: dict[str, tuple[threading.Semaphore, threading.Semaphore]] = {}
+        self._turn_result: bool | None = None
+        if not options.lockstep:  # side by side, the process-wide generators serve everyone
+            seed_everything(derive(options.seed))
+
+    def serve(self, name: str, make: Callable[..., Any], *args: Any) -> Any:
+        """Make a service."""
+        with Randomness(derive(self.options.seed, name)).active():
+            return Local(name, make(*args), lambda: getattr(self._here, "activity", None))
+
+    def run(self, name: str, work: Callable[..., Work], *args: Any) -> None:
+        """Start a worker in a thread of its own."""
+        self.activities[name] = activity = Activity(name)
+        target = self._take_turns if self.options.lockstep else self._run_free
+        self._turns[name] = threading.Semaphore(0), threading.Semaphore(0)
+        thread = threading.Thread(target=target, args=(work(*args), activity), name=name, daemon=True)
+        self.threads[name] = thread
+        thread.start()
+
+    def _run_free(self, work: Work, activity: Activity) -> None:
+        self._here.activity = activity
+        try:
+            drive(work, activity, self._bell, self._stopped.is_set)
+        except BaseException as error:
+            self.failure = self.failure or error
+        finally:
+            work.close()
+            self._bell.ring()
+
+    def _take_turns(self, work: Work, activity: Activity) -> None:
+        self._here.activity = activity
+        randomness = Randomness(derive(self.options.seed, activity.name))
+        mine, done = self._turns[activity.name]
+        try:
+            while not activity.ended:
+                mine.acquire()
+                if self._stopped.is_set():
+                    break
+                with randomness.active():
+                    self._turn_result = advance(work, activity)
+                done.release()
+        except BaseException as error:
+            self.failure = error
+        finally:
+            work.close()
+            done.release()
+
+    def _give_turns(self) -> bool:
+        """Let every worker take one turn, in order, and say whether any moved."""
+        moved = False
+        for name, (mine, done) in self._turns.items():
+            if not self.activities[name].ended and not self.failure:
+                mine.release()
+                while not done.acquire(timeout=self.options.stall):
+                    raise Stalled(self._standstill())
+                moved |= self._turn_result is not False and name not in self.options.observers
+        return moved
+
+    def wait(self, *names: str) -> None:
+        """Return when the named workers have ended; raise what any worker raised."""
+        quiet, before = time.monotonic(), -1
+        while any(not self.activities[name].ended for name in names):
+            if self.options.lockstep:
+                moved = self._give_turns()
+            else:
+                self._bell.wait(0.05)
+                moves = sum(a.moves + a.ended for n, a in self.activities.items() if n not in self.options.observers)
+                moved, before = moves != before, moves
+            if self.failure:
+                raise self.failure
+            if moved:
+                quiet = time.monotonic()
+            elif time.monotonic() - quiet > self.options.stall:
+                raise Stalled(self._standstill())
+            elif self.options.lockstep:
+                time.sleep(0.0005)
+
+    def _standstill(self) -> str:
+        lines = [activity.describe() for activity in self.activities.values()]
+        names = {thread.ident or 0: name for name, thread in self.threads.items()}
+        return f"no worker moved for {self.options.stall:g} s\n" + "\n".join(lines) + "\n" + stacks(names)
+
+    def report(self) -> Mapping[str, Any]:
+        """What each worker has done with its time."""
+        return {name: activity.as_dict() for name, activity in self.activities.items()}
+
+    def close(self) -> None:
+        """Ask every thread to end after its unit of work, and wait for it."""
+        self._stopped.set()
+        self._bell.ring()
+        for mine, _ in self._turns.values():
+            mine.release()
+        for thread in self.threads.values():
+            thread.join(timeout=10)
+        left = [thread.name for thread in self.threads.values() if thread.is_alive()]
+        self.threads = {name: thread for name, thread in self.threads.items() if thread.is_alive()}
+        if left and not self.failure:
+            raise Stalled(f"threads that do not end: {', '.join(left)}\n{stacks({})}")

@@ -1,0 +1,64 @@
+"""Environments: many of them stepped together, under one time convention."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+from pydantic import Field
+
+from shoal.core.errors import Fatal
+from shoal.core.settings import Settings
+from shoal.core.types import Spec
+from shoal.envs.atari import Atari
+from shoal.envs.toy import TOYS
+from shoal.envs.vector import Episode, Worlds
+
+__all__ = ["TOYS", "Atari", "Environment", "Episode", "Worlds", "make", "spec_of"]
+
+
+class Environment(Settings):
+    """Which environment, and how it is treated."""
+
+    id: str = Field(description="A Gymnasium id, `module:id` for your own, `ALE/Pong-v5` for Atari, or a toy: `Catch`.")
+    arguments: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments of the environment; Atari has its own settings."
+    )
+    atari: Atari = Field(default_factory=Atari, description="How Atari games are shown and played.")
+    max_faults: int = Field(
+        5,
+        ge=0,
+        description="Faults in a row that one environment may have before the run ends; "
+        "a finished episode or 100 healthy steps begin a new row.",
+    )
+    metrics: dict[str, Literal["sum", "average", "last"]] = Field(
+        default_factory=dict, description="Keys of `info` that become metrics of an episode, and how."
+    )
+
+
+def make(environment: Environment, size: int, seed: int, evaluation: bool = False) -> Worlds:
+    """Make `size` environments that are stepped together.
+
+    In an evaluation rewards are not clipped and a lost life does not end an episode.
+    """
+    from shoal.envs import atari, gymnasium, toy
+    from shoal.envs.vector import Vector
+
+    if atari.is_atari(environment.id):
+        if environment.arguments:
+            raise Fatal(f"{environment.id} takes no arguments; its settings are in `atari`: {[*Atari.model_fields]}")
+        return atari.Games(environment.id, environment.atari, size, seed, environment.metrics, evaluation)
+    if environment.id in toy.WORLDS:
+        create = partial(toy.WORLDS[environment.id], **environment.arguments)
+    else:
+        create = partial(gymnasium.create, environment.id, environment.arguments)
+    return Vector(environment.id, create, size, seed, environment.max_faults, environment.metrics)
+
+
+def spec_of(environment: Environment) -> Spec:
+    """What an environment shows and takes, read off one that is made for it."""
+    worlds = make(environment, 1, seed=0)
+    try:
+        return worlds.spec
+    finally:
+        worlds.close()

@@ -1,0 +1,160 @@
+"""Gymnasium: single environments by id, and their spaces as arrays."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from shoal.core.errors import Fatal
+from shoal.core.types import ActionSpec, Array, ArraySpec
+
+Write: TypeAlias = Callable[[Any, int, Any], None]  # (arrays [B, ...], row, value of the space)
+Decode: TypeAlias = Callable[[Array], Any]  # actions [B] or [B, A] → one value of the space per environment
+
+EXTRAS = ("box2d", "mujoco")
+
+
+def create(id: str, arguments: Mapping[str, Any]) -> Any:
+    """Make a single environment; what is wrong with an id is said with what would be right."""
+    import gymnasium
+
+    try:
+        return gymnasium.make(id, disable_env_checker=True, **arguments)
+    except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as error:
+        raise Fatal(f"unknown environment {id!r}: {error} {_nearest(id)}") from error
+    except gymnasium.error.DependencyNotInstalled as error:
+        extra = next((extra for extra in EXTRAS if extra in str(error).lower()), None)
+        remedy = f"pip install 'shoal[{extra}]'" if extra else str(error)
+        raise Fatal(f"{id} needs packages that are not installed: {remedy}") from error
+    except ModuleNotFoundError as error:
+        raise Fatal(f"environment {id!r} could not be imported: {error}") from error
+
+
+def _nearest(id: str) -> str:
+    import gymnasium
+
+    from shoal.envs import atari, toy
+
+    known = [*gymnasium.registry, *toy.WORLDS, *atari.ids()]
+    near = difflib.get_close_matches(id, dict.fromkeys(known), n=3, cutoff=0.5)
+    return f"Nearest known: {', '.join(near)}." if near else f"Toy worlds: {', '.join(toy.WORLDS)}."
+
+
+def observations(space: Any) -> tuple[Any, Write]:
+    """Return the array specs of a space, and a function that writes a value of it into arrays [B, ...].
+
+    Bytes stay bytes, every other number becomes float32, and categories become one-hot float32. A three
+    dimensional box [H, W, C] with C ≤ 4 < H is turned into [C, H, W], as convolutions want it.
+    """
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Box):
+        return _box(space)
+    if isinstance(space, spaces.MultiBinary):
+        return ArraySpec(tuple(space.shape), "float32"), _write_array(tuple(space.shape))
+    if isinstance(space, spaces.Discrete):
+        return _one_hot(np.array([space.n]), np.array([space.start]))
+    if isinstance(space, spaces.MultiDiscrete):
+        return _one_hot(space.nvec.ravel(), space.start.ravel())
+    if isinstance(space, spaces.Dict):
+        return _mapping(dict(space.items()), keys=list(space))
+    if isinstance(space, spaces.Tuple):
+        return _mapping({str(index): part for index, part in enumerate(space)}, keys=list(range(len(space))))
+    raise Fatal(
+        f"observation space {space} is not supported; "
+        "allowed are Box, Discrete, MultiDiscrete, MultiBinary, and Dict or Tuple of these"
+    )
+
+
+def _box(space: Any) -> tuple[ArraySpec, Write]:
+    shape = tuple(space.shape)
+    dtype = "uint8" if space.dtype == np.uint8 else "float32"
+    if len(shape) != 3 or shape[2] > 4 or shape[0] <= 4:
+        return ArraySpec(shape, dtype), _write_array(shape)
+    write_image = _write_array(shape)
+
+    def write(arrays: Any, row: int, value: Any) -> None:
+        write_image(arrays.transpose(0, 2, 3, 1), row, value)
+
+    return ArraySpec((shape[2], *shape[:2]), dtype), write
+
+
+def _write_array(shape: tuple[int, ...]) -> Write:
+    def write(arrays: Any, row: int, value: Any) -> None:
+        if getattr(value, "shape", None) != shape and np.shape(value) != shape:  # NumPy would stretch it
+            raise ValueError(f"observation of shape {np.shape(value)}, but its space has {shape}")
+        arrays[row] = value
+
+    return write
+
+
+def _one_hot(counts: Array, starts: Array) -> tuple[ArraySpec, Write]:
+    offsets = np.cumsum(counts) - counts
+
+    def write(arrays: Any, row: int, value: Any) -> None:
+        category = np.ravel(value) - starts
+        if ((category < 0) | (category >= counts)).any():
+            raise ValueError(f"observation {value} is outside its space")
+        arrays[row] = 0.0
+        arrays[row, offsets + category] = 1.0
+
+    return ArraySpec((int(counts.sum()),), "float32"), write
+
+
+def _mapping(parts: Mapping[str, Any], keys: list[Any]) -> tuple[dict[str, Any], Write]:
+    converted = {name: observations(part) for name, part in parts.items()}
+    writers = [(name, key, converted[name][1]) for name, key in zip(parts, keys, strict=True)]
+
+    def write(arrays: Any, row: int, value: Any) -> None:
+        for name, key, write_part in writers:
+            write_part(arrays[name], row, value[key])
+
+    return {name: spec for name, (spec, _) in converted.items()}, write
+
+
+def actions(space: Any) -> tuple[ActionSpec, Decode]:
+    """Return the spec of an action space, and a function that turns a batch of actions into values of it.
+
+    A box of any shape becomes a vector, whose numbers are clipped to the bounds. The bounds must be finite:
+    a policy needs to know the scale on which to explore.
+    """
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Discrete):
+        return ActionSpec(int(space.n)), _decode_discrete(int(space.n), space.start)
+    if not isinstance(space, spaces.Box) or not np.issubdtype(space.dtype, np.floating):
+        raise Fatal(f"action space {space} is not supported; allowed are Discrete, and Box of floats")
+    low, high = space.low.ravel(), space.high.ravel()
+    if not (np.isfinite(low).all() and np.isfinite(high).all()):
+        raise Fatal(
+            f"action space {space} has infinite bounds; give it finite ones, "
+            "for example with gymnasium.wrappers.TransformAction"
+        )
+
+    def decode(action: Array) -> Array:
+        if not np.isfinite(action).all():
+            raise Fatal("the policy chose an action that is not finite: its network has diverged")
+        clipped: Array = np.clip(action, low, high).astype(space.dtype)
+        return clipped.reshape(-1, *space.shape)
+
+    return ActionSpec(low.size, tuple(low.tolist()), tuple(high.tolist())), decode
+
+
+def _decode_discrete(size: int, start: np.integer[Any]) -> Decode:
+    def decode(action: Array) -> Array:
+        check_actions(action, size)
+        # In the type of the space, which checks such a number faster than a Python one.
+        shifted: Array = action.astype(start.dtype) + start
+        return shifted
+
+    return decode
+
+
+def check_actions(action: Array, size: int) -> None:
+    """Refuse an action that does not exist: some environments hang on one, others take the last instead."""
+    chosen = action.tolist()  # a short list is searched faster than a short array
+    if min(chosen) < 0 or max(chosen) >= size:
+        raise Fatal(f"actions {chosen} must lie between 0 and {size - 1}")

@@ -1,0 +1,214 @@
+"""Toy worlds: small enough to be solved in seconds or followed by hand.
+
+They have Gymnasium's interface but are plain classes, registered nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from shoal.core.types import Array
+
+Opening: TypeAlias = tuple[Any, dict[str, Any]]
+Outcome: TypeAlias = tuple[Any, float, bool, bool, dict[str, Any]]
+
+
+class Catch:
+    """Move a paddle under a falling ball: +1 for catching it, -1 for missing it.
+
+    The board and its rules are those of bsuite, arXiv:1908.03568.
+    """
+
+    def __init__(self, rows: int = 10, columns: int = 5) -> None:
+        from gymnasium import spaces
+
+        self.observation_space = spaces.Box(0.0, 1.0, (rows * columns,), np.float32)
+        self.action_space = spaces.Discrete(3)  # left, stay, right
+        self._rows, self._columns = rows, columns
+        self._random = np.random.default_rng()
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Opening:
+        """Drop a new ball."""
+        if seed is not None:
+            self._random = np.random.default_rng(seed)
+        self._ball = [0, int(self._random.integers(self._columns))]
+        self._paddle = self._columns // 2
+        return self._board(), {}
+
+    def step(self, action: int) -> Outcome:
+        """Move the paddle and let the ball fall by one row."""
+        self._paddle = min(max(self._paddle + action - 1, 0), self._columns - 1)
+        self._ball[0] += 1
+        landed = self._ball[0] == self._rows - 1
+        reward = (1.0 if self._ball[1] == self._paddle else -1.0) if landed else 0.0
+        return self._board(), reward, landed, False, {}
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _board(self) -> Array:
+        board = np.zeros((self._rows, self._columns), np.float32)
+        board[self._ball[0], self._ball[1]] = 1.0
+        board[-1, self._paddle] = 1.0
+        return board.ravel()
+
+
+class Identity:
+    """Name the state that is shown: +1 each time it is right."""
+
+    def __init__(self, states: int = 4, length: int = 10) -> None:
+        from gymnasium import spaces
+
+        self.observation_space = spaces.Discrete(states)
+        self.action_space = spaces.Discrete(states)
+        self._states, self._length = states, length
+        self._random = np.random.default_rng()
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Opening:
+        """Draw a first state."""
+        if seed is not None:
+            self._random = np.random.default_rng(seed)
+        self._count = 0
+        self._state = self._random.integers(self._states)
+        return self._state, {}
+
+    def step(self, action: int) -> Outcome:
+        """Judge the action and draw the next state."""
+        reward = float(action == self._state)
+        self._count += 1
+        self._state = self._random.integers(self._states)
+        return self._state, reward, self._count == self._length, False, {}
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class Target:
+    """Name the numbers that are shown: minus the squared distance each time."""
+
+    def __init__(self, size: int = 1, length: int = 10) -> None:
+        from gymnasium import spaces
+
+        self.observation_space = spaces.Box(-1.0, 1.0, (size,), np.float32)
+        self.action_space = spaces.Box(-1.0, 1.0, (size,), np.float32)
+        self._size, self._length = size, length
+        self._random = np.random.default_rng()
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Opening:
+        """Draw the first numbers."""
+        if seed is not None:
+            self._random = np.random.default_rng(seed)
+        self._count = 0
+        self._target = self._draw()
+        return self._target, {}
+
+    def step(self, action: Array) -> Outcome:
+        """Judge the action and draw the next numbers."""
+        reward = -float(np.square(action - self._target).sum())
+        self._count += 1
+        self._target = self._draw()
+        return self._target, reward, self._count == self._length, False, {}
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _draw(self) -> Array:
+        return self._random.uniform(-1.0, 1.0, self._size).astype(np.float32)
+
+
+class Counting:
+    """Show whole numbers that tell when and where a step was: proof that time is aligned.
+
+    An observation is [actions taken in this episode, episode, a number of this environment's own, last
+    action or -1]; the reward is the number of actions taken, so the action chosen at count c earns c + 1.
+    """
+
+    def __init__(
+        self,
+        length: int = 5,
+        ending: Literal["termination", "truncation"] = "termination",
+        actions: int = 4,
+    ) -> None:
+        from gymnasium import spaces
+
+        if ending not in ("termination", "truncation"):
+            raise ValueError(f"ending must be 'termination' or 'truncation', not {ending!r}")
+        self.observation_space = spaces.Box(-np.inf, np.inf, (4,), np.float32)
+        self.action_space = spaces.Discrete(actions)
+        self._length, self._ending = length, ending
+        self._episode, self._own = -1, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Opening:
+        """Count from zero."""
+        if seed is not None:  # float32 holds whole numbers up to 2²⁴
+            self._own = int(np.random.default_rng(seed).integers(2**24))
+        self._episode += 1
+        self._count = 0
+        return self._show(-1), {}
+
+    def step(self, action: int) -> Outcome:
+        """Count one further."""
+        self._count += 1
+        ended = self._count == self._length
+        terminated = ended and self._ending == "termination"
+        return self._show(action), float(self._count), terminated, ended and not terminated, {}
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _show(self, action: int) -> Array:
+        return np.array([self._count, self._episode, self._own, action], np.float32)
+
+
+class Memory:
+    """Recall, after a blank time, a cue that was shown at first: +1 for it, -1 for any other.
+
+    An observation is [one-hot cue or zeros, share of the time that has passed]. The cue stands in the first
+    observation only; `length` blank ones follow, and the action chosen at the last of them is judged.
+    """
+
+    def __init__(self, cues: int = 2, length: int = 8) -> None:
+        from gymnasium import spaces
+
+        self.observation_space = spaces.Box(0.0, 1.0, (cues + 1,), np.float32)
+        self.action_space = spaces.Discrete(cues)
+        self._cues, self._length = cues, length
+        self._random = np.random.default_rng()
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Opening:
+        """Show a cue."""
+        if seed is not None:
+            self._random = np.random.default_rng(seed)
+        self._count = 0
+        self._cue = int(self._random.integers(self._cues))
+        observation = self._blank()
+        observation[self._cue] = 1.0
+        return observation, {}
+
+    def step(self, action: int) -> Outcome:
+        """Let time pass, and judge the action at its end."""
+        judged = self._count == self._length
+        reward = (1.0 if action == self._cue else -1.0) if judged else 0.0
+        self._count = min(self._count + 1, self._length)
+        return self._blank(), reward, judged, False, {}
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _blank(self) -> Array:
+        observation = np.zeros(self._cues + 1, np.float32)
+        observation[-1] = self._count / self._length
+        return observation
+
+
+WORLDS: dict[str, Callable[..., Any]] = {
+    "Catch": Catch,
+    "Identity": Identity,
+    "Target": Target,
+    "Counting": Counting,
+    "Memory": Memory,
+}
+TOYS: dict[str, str] = {name: str(world.__doc__).splitlines()[0] for name, world in WORLDS.items()}

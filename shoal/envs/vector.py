@@ -1,0 +1,291 @@
+"""Stepping B single environments in one process, under Shoal's time convention and with care for faults."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from shoal.core.errors import Fatal, ShoalError
+from shoal.core.tree import leaves, map_tree
+from shoal.core.types import Array, Spec, Step
+
+HEALTHY_STEPS = 100  # after so many steps without a fault, the next fault begins a new row
+
+
+class Episode(NamedTuple):
+    """What one finished episode came to."""
+
+    score: float  # undiscounted and unclipped
+    length: int  # actions taken
+    metrics: dict[str, float]
+    index: int  # the environment it was played in
+
+
+class Sums(NamedTuple):
+    """What is kept of one metric during an episode."""
+
+    total: float = 0.0
+    times: int = 0
+    last: float = 0.0
+
+
+class Worlds(Protocol):
+    """B environments stepped together; the arrays of a step are new, and the caller's to keep.
+
+    An episode ends with its true last observation and a discount of 0 (its own rules) or 1 (cut off). The
+    action given there is ignored, and the step it leads to opens the next episode: reward 0, discount 1,
+    first True.
+    """
+
+    @property
+    def spec(self) -> Spec:
+        """What one environment shows and takes."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """The number of environments, B."""
+        ...
+
+    def reset(self) -> Step:
+        """Open an episode in every environment, leaving those under way."""
+        ...
+
+    def step(self, action: Array) -> Step:
+        """Take one action, of shape [B] or [B, A], in every environment."""
+        ...
+
+    def episodes(self) -> list[Episode]:
+        """Hand over the episodes that ended since the last call."""
+        ...
+
+    def faults(self) -> list[str]:
+        """Hand over the reports of faults since the last call: one line each, then the traceback."""
+        ...
+
+    def close(self) -> None:
+        """Release everything; a second call does nothing."""
+        ...
+
+
+class Tally:
+    """Scores, lengths and metrics of the episodes that B environments are in."""
+
+    def __init__(self, size: int, metrics: Mapping[str, str]) -> None:
+        self._score = np.zeros(size)  # float64: an episode may sum many small rewards
+        self._length = np.zeros(size, np.int64)
+        self._metrics = metrics
+        self._values: list[dict[str, Sums]] = [{} for _ in range(size)]
+        self._episodes: list[Episode] = []
+
+    def add(self, reward: Array, played: Array) -> None:
+        """Count rewards of shape [B], and one action where `played`."""
+        self._score += reward
+        self._length += played
+
+    def note(self, index: int, info: Mapping[str, Any]) -> None:
+        """Take the metrics out of one environment's info."""
+        for key in self._metrics:
+            if key in info:
+                try:
+                    value = float(info[key])
+                except (TypeError, ValueError):
+                    raise ShoalError(f"metric {key!r} needs a number, but info holds {info[key]!r}") from None
+                before = self._values[index].get(key, Sums())
+                self._values[index][key] = Sums(before.total + value, before.times + 1, value)
+
+    def finish(self, index: int) -> None:
+        """Close an environment's episode and keep what it came to."""
+        metrics = {}
+        for key, (total, times, last) in self._values[index].items():
+            metrics[key] = {"sum": total, "average": total / times, "last": last}[self._metrics[key]]
+        self._episodes.append(Episode(float(self._score[index]), self.length(index), metrics, index))
+        self.forget(index)
+
+    def forget(self, index: int) -> None:
+        """Drop what is known of an environment's episode."""
+        self._score[index] = self._length[index] = 0
+        self._values[index] = {}
+
+    def length(self, index: int) -> int:
+        """Actions taken in an environment's episode so far."""
+        return int(self._length[index])
+
+    def drain(self) -> list[Episode]:
+        """Hand over the finished episodes."""
+        episodes, self._episodes = self._episodes, []
+        return episodes
+
+
+class Vector:
+    """B environments with Gymnasium's interface, stepped one after another.
+
+    An environment that raises, or whose reward or observation is not finite, is reported, closed and made
+    anew with a new seed; its episode is cut, showing the last good observation once more, and not counted.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        create: Callable[[], Any],
+        size: int,
+        seed: int,
+        max_faults: int,
+        metrics: Mapping[str, str],
+    ) -> None:
+        from shoal.envs import gymnasium
+
+        self.size = size
+        self.environments: list[Any] = []  # None: closed after a fault, to be made anew
+        self._name, self._create, self._max_faults, self._metrics = name, create, max_faults, metrics
+        try:
+            for _ in range(size):
+                self.environments.append(create())
+            seen, self._write = gymnasium.observations(self.environments[0].observation_space)
+            taken, self._decode = gymnasium.actions(self.environments[0].action_space)
+        except Exception as error:
+            self.close()
+            if isinstance(error, ShoalError):
+                raise
+            raise Fatal(f"could not make {name}: {type(error).__name__}: {error}") from error
+        self.spec = Spec(seen, taken)
+        self._observation = map_tree(lambda leaf: np.zeros((size, *leaf.shape), leaf.dtype), seen)
+        self._ended = [True] * size  # the next step opens an episode
+        self._seeds = np.random.SeedSequence(seed).spawn(size)
+        self._seed = [derive(seeds) for seeds in self._seeds]
+        self._seeded = [False] * size  # later episodes go on with the environment's own generator
+        self._opened = [False] * size  # one that never opened will not get better by trying again
+        self._row = [0] * size  # faults in a row
+        self._last_fault = [0] * size
+        self._reports: list[str] = []
+        self._tally = Tally(size, metrics)
+        self._steps = 0
+
+    def reset(self) -> Step:
+        """Open an episode in every environment, leaving those under way."""
+        observation = map_tree(np.empty_like, self._observation)
+        for index in range(self.size):
+            self._tally.forget(index)
+            self._open(index, observation)
+        self._observation, self._ended = observation, [False] * self.size
+        return opening(observation, self.size)
+
+    def step(self, action: Array) -> Step:
+        """Take one action, of shape [B] or [B, A], in every environment."""
+        chosen = self._decode(action)
+        observation = map_tree(np.empty_like, self._observation)
+        reward, discount = np.zeros(self.size), np.ones(self.size, np.float32)
+        opens, ended = self._ended, [False] * self.size
+        problems: dict[int, str] = {}
+        self._steps += 1
+        for index, environment in enumerate(self.environments):
+            if opens[index]:
+                self._open(index, observation)
+                continue
+            try:
+                seen, reward[index], terminated, truncated, info = environment.step(chosen[index])
+                self._write(observation, index, seen)
+                if self._metrics:
+                    self._tally.note(index, info)
+            except Exception:
+                problems[index] = traceback.format_exc()
+                continue
+            if terminated:
+                discount[index] = 0.0
+            ended[index] = terminated or truncated
+        for index, problem in [*infinite("observation", observation), *infinite("reward", reward)]:
+            problems.setdefault(index, problem)
+        first = np.array(opens)
+        self._tally.add(reward, ~first)
+        for index, problem in problems.items():
+            self._fault(index, problem)
+            for now, before in zip(leaves(observation), leaves(self._observation), strict=True):
+                now[index] = before[index]
+            reward[index], discount[index], ended[index] = 0.0, 1.0, True
+        for index in range(self.size):
+            if ended[index] and index not in problems:
+                self._tally.finish(index)
+                self._row[index] = 0
+        self._observation, self._ended = observation, ended
+        return Step(observation, reward.astype(np.float32), discount, first)
+
+    def episodes(self) -> list[Episode]:
+        """Hand over the episodes that ended since the last call."""
+        return self._tally.drain()
+
+    def faults(self) -> list[str]:
+        """Hand over the reports of faults since the last call: one line each, then the traceback."""
+        reports, self._reports = self._reports, []
+        return reports
+
+    def close(self) -> None:
+        """Close every environment."""
+        while self.environments:
+            self._release(self.environments.pop())
+
+    def _open(self, index: int, observation: Any) -> None:
+        """Open an episode, making the environment anew as often as it fails."""
+        while (problem := self._try_open(index, observation)) is not None:
+            self._fault(index, problem)
+        self._seeded[index] = self._opened[index] = True
+
+    def _try_open(self, index: int, observation: Any) -> str | None:
+        try:
+            if self.environments[index] is None:
+                self.environments[index] = self._create()
+            seed = None if self._seeded[index] else self._seed[index]
+            seen, _ = self.environments[index].reset(seed=seed)
+            self._write(observation, index, seen)
+        except Exception:
+            return traceback.format_exc()
+        row = map_tree(lambda leaf: leaf[index : index + 1], observation)
+        return next((problem for _, problem in infinite("observation", row)), None)
+
+    def _fault(self, index: int, problem: str) -> None:
+        """Report a fault and close the environment; too many in a row end the run."""
+        report = (
+            f"environment {index} of {self.size} ({self._name}, seed {self._seed[index]}) failed at step "
+            f"{self._tally.length(index)} of its episode, step {self._steps} in all: "
+            f"{problem.strip().splitlines()[-1]}\n{problem}"
+        )
+        healthy = self._steps - self._last_fault[index] - 1
+        self._row[index] = 1 if healthy >= HEALTHY_STEPS else self._row[index] + 1
+        self._last_fault[index] = self._steps
+        if not self._opened[index]:
+            raise Fatal(f"no episode could be opened: {report}")
+        if self._row[index] > self._max_faults:
+            raise Fatal(f"{self._row[index]} faults in a row, {self._max_faults} allowed; the last: {report}")
+        self._reports.append(report)
+        self._tally.forget(index)
+        self._release(self.environments[index])
+        self.environments[index] = None
+        self._seed[index], self._seeded[index] = derive(self._seeds[index]), False
+
+    def _release(self, environment: Any) -> None:
+        if environment is not None:
+            with suppress(Exception):  # a broken one may fail to close as well, and must not keep others open
+                environment.close()
+
+
+def derive(seeds: np.random.SeedSequence) -> int:
+    """Return the next seed of a sequence, small enough for every environment."""
+    return int(seeds.spawn(1)[0].generate_state(1)[0] >> 1)
+
+
+def opening(observation: Any, size: int) -> Step:
+    """Return the step that opens an episode in every environment."""
+    return Step(observation, np.zeros(size, np.float32), np.ones(size, np.float32), np.ones(size, np.bool_))
+
+
+def infinite(name: str, tree: Any) -> Iterator[tuple[int, str]]:
+    """Find rows of arrays [B, ...] that hold NaN or infinity, each with a sentence about it."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from infinite(f"{name}.{key}", value)
+    elif tree.dtype.kind == "f" and not (finite := np.isfinite(tree)).all():
+        for row in np.flatnonzero(~finite.reshape(len(tree), -1).all(axis=1)):
+            yield int(row), f"{name} holds {np.extract(~finite[row], tree[row])[0]}"

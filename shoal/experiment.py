@@ -1,0 +1,250 @@
+"""The whole configuration of an experiment, loaded from YAML and overridden by dotted keys."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError, field_serializer, field_validator, model_validator
+
+from shoal.algorithms import ALGORITHMS
+from shoal.algorithms import find as find_algorithm
+from shoal.core.errors import SettingsError, ShoalError
+from shoal.core.recipe import path_of
+from shoal.core.settings import Schedule, Settings
+from shoal.engines import ENGINES
+from shoal.envs import Environment
+
+
+class Evaluation(Settings):
+    """When and how the policy is scored."""
+
+    every: int | None = Field(None, ge=1, description="Steps between evaluations; none: a twentieth of the run.")
+    episodes: int = Field(20, ge=1, description="Whole episodes per evaluation.")
+    target: float | None = Field(None, description="Mean return that ends the run as solved; none: never.")
+
+
+class Limits(Settings):
+    """How long is too long, and how often is too often."""
+
+    restarts: int = Field(5, ge=0, description="Times a dead actor is started again without a minute of health.")
+    deadline: float = Field(60.0, gt=0, description="Seconds that one call to a service may take.")
+    stall: float = Field(120.0, gt=0, description="Seconds without any movement before the run is given up.")
+    silence: float = Field(30.0, gt=0, description="Seconds without a sign of life before a worker counts as dead.")
+
+
+class Experiment(Settings):
+    """Everything that a run depends on."""
+
+    environment: Environment = Field(description="The environment.")
+    algorithm: Any = Field(description="The algorithm: `name` and its settings.")
+    engine: str = Field("processes", description="Where workers run: inline, threads, processes, or your own.")
+    lockstep: bool = Field(False, description="Drive workers in one fixed order: same seed, same weights.")
+    seed: int = Field(0, ge=0, description="The seed from which every worker's randomness is derived.")
+    steps: int = Field(1_000_000, ge=1, description="Environment steps to learn from.")
+    actors: int | None = Field(None, ge=1, description="Actors; none: one per core.")
+    envs: int = Field(8, ge=1, description="Environments per actor.")
+    queue: int = Field(2, ge=1, description="Batches of experience that may wait for the learner.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the learner computes.")
+    actor_device: Literal["auto", "cpu", "cuda"] = Field("cpu", description="Where actors and evaluator compute.")
+    threads: int | None = Field(
+        None,
+        ge=1,
+        description="Learner's torch threads; none: every core where actors wait for it, else one.",
+    )
+    evaluation: Evaluation = Field(default_factory=Evaluation, description="When and how the policy is scored.")
+    limits: Limits = Field(default_factory=Limits, description="How long is too long.")
+    log_every: float = Field(2.0, gt=0, description="Seconds between lines of progress.")
+
+    @field_validator("algorithm", mode="before")
+    @classmethod
+    def _find_algorithm(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        if "name" not in value:
+            raise ValueError(f"needs a name: {', '.join(ALGORITHMS)}, or your own as package.module:Class")
+        try:
+            found = find_algorithm(value["name"])
+        except ShoalError as error:
+            raise ValueError(str(error)) from None
+        return found.model_validate({key: item for key, item in value.items() if key != "name"})
+
+    @field_serializer("algorithm")
+    def _name_algorithm(self, algorithm: Any) -> Any:
+        path = path_of(type(algorithm))
+        name = next((name for name, known in ALGORITHMS.items() if known == path), path)
+        return {"name": name, **algorithm.model_dump(mode="json")}
+
+    @field_validator("engine")
+    @classmethod
+    def _known_engine(cls, value: str) -> str:
+        if value not in ENGINES and ":" not in value:
+            raise ValueError(f"unknown engine {value!r}: {', '.join(ENGINES)}, or your own as package.module:Class"
+                             + nearest(value, ENGINES))  # fmt: skip
+        return value
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        produced = self.actor_count * self.envs
+        if self.algorithm.max_lag == 0 and self.batch_size > produced:
+            raise ValueError(f"algorithm.batch {self.batch_size} can never fill: with max_lag 0, {self.actor_count} actors "
+                             f"of {self.envs} environments give {produced} items per update")  # fmt: skip
+        if self.envs > self.queue * self.batch_size:
+            raise ValueError(f"the {self.envs} items of one actor do not fit in queue × batch = "
+                             f"{self.queue * self.batch_size}: raise queue or algorithm.batch, or lower envs")  # fmt: skip
+        return self
+
+    @property
+    def actor_count(self) -> int:
+        """The number of actors."""
+        return self.actors or os.cpu_count() or 1
+
+    @property
+    def batch_size(self) -> int:
+        """Items per update."""
+        return self.algorithm.batch or self.actor_count * self.envs
+
+    @property
+    def learner_threads(self) -> int:
+        """Torch threads of the learner: while actors wait, their cores are free."""
+        waits = self.algorithm.max_lag == 0
+        return self.threads or ((os.cpu_count() or 1) if waits else 1)
+
+    @property
+    def evaluation_interval(self) -> int:
+        """Steps between evaluations."""
+        return self.evaluation.every or max(self.steps // 20, 1)
+
+
+def nearest(name: str, known: Any) -> str:
+    """A question after the nearest known name, or nothing."""
+    matches = difflib.get_close_matches(name, [*known], n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+def load(config: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Experiment:
+    """Read an experiment from a YAML file or a mapping, then apply overrides with dotted keys."""
+    if isinstance(config, Mapping):
+        tree = dict(config)
+    else:
+        try:
+            tree = yaml.safe_load(Path(config).read_text())
+        except OSError as error:
+            raise SettingsError(f"cannot read {config}: {error.strerror}{nearest_file(Path(config))}") from None
+        except yaml.YAMLError as error:
+            raise SettingsError(f"{config} is not YAML: {error}") from None
+        if not isinstance(tree, dict):
+            raise SettingsError(f"{config} must hold a mapping of settings, such as `steps: 100000`")
+    for key, value in (overrides or {}).items():
+        tree = merged(tree, key.split("."), value)
+    try:
+        return Experiment.model_validate(tree)
+    except ValidationError as error:
+        raise SettingsError(explain(error, tree)) from None
+
+
+def nearest_file(path: Path) -> str:
+    """A question after the nearest file name in the same folder."""
+    return nearest(path.name, [item.name for item in path.parent.glob("*.yaml")]) if path.parent.is_dir() else ""
+
+
+def parse_overrides(words: list[str]) -> dict[str, Any]:
+    """Read `a.b=c` words; values are YAML."""
+    overrides = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key:
+            raise SettingsError(f"{word!r} is not a setting: write key=value, such as algorithm.lr=1e-3")
+        try:
+            overrides[key] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise SettingsError(f"{key}: {text!r} is not a YAML value") from None
+    return overrides
+
+
+def merged(tree: Any, path: list[str], value: Any) -> Any:
+    """A copy of the tree with one value put in; mappings are merged."""
+    if not path:
+        if (
+            isinstance(value, Mapping)
+            and isinstance(tree, Mapping)
+            and value.get("name", tree.get("name")) == tree.get("name")
+        ):
+            for key, item in value.items():
+                tree = merged(tree, [key], item)
+            return tree
+        return value
+    below = tree if isinstance(tree, Mapping) else {}
+    return {**below, path[0]: merged(below.get(path[0]), path[1:], value)}
+
+
+def explain(error: ValidationError, tree: Any) -> str:
+    """Say for each mistake where it is, what is allowed and what is nearest."""
+    lines = []
+    for problem in error.errors():
+        path = [str(part) for part in problem["loc"]]
+        message = problem["msg"].removeprefix("Value error, ")
+        if error.title not in ("Experiment",) and path[:1] != ["algorithm"]:
+            path = ["algorithm", *path]  # raised while an algorithm's own settings were read
+        model = _model_at(path[:-1], tree)
+        if problem["type"] == "extra_forbidden" and model is not None:
+            known = [*model.model_fields, *(["name"] if path[:-1] == ["algorithm"] else [])]
+            message = f"unknown setting; allowed: {', '.join(known)}{nearest(path[-1], known)}"
+        elif problem["type"] != "value_error":
+            message = f"{message}, got {problem['input']!r}"
+        lines.append(f"{'.'.join(path) or 'settings'}: {message}")
+    return "\n".join(lines)
+
+
+def _model_at(path: list[str], tree: Any) -> type[BaseModel] | None:
+    """The settings model that a path leads to."""
+    model: Any = Experiment
+    for part in path:
+        if part == "algorithm" and model is Experiment:
+            model = find_algorithm(tree["algorithm"]["name"])
+            continue
+        field = model.model_fields.get(part)
+        model = field and field.annotation
+        if not (isinstance(model, type) and issubclass(model, BaseModel)):
+            return None
+    return model  # type: ignore[no-any-return]
+
+
+def as_yaml(experiment: Experiment) -> str:
+    """The full settings as YAML, each with its sentence as a comment."""
+    return "\n".join(_lines(experiment, experiment.model_dump(mode="json"), 0)) + "\n"
+
+
+def _lines(settings: BaseModel, dumped: Mapping[str, Any], depth: int) -> list[str]:
+    lines = []
+    fields = type(settings).model_fields
+    for key, value in dumped.items():
+        comment = fields[key].description if key in fields else "Which algorithm."
+        inner = getattr(settings, key, None)
+        if isinstance(inner, BaseModel) and not isinstance(inner, Schedule):
+            lines += [f"{'  ' * depth}{key}:  # {comment}", *_lines(inner, value, depth + 1)]
+        else:
+            text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
+            lines.append(f"{'  ' * depth}{key}: {text}  # {comment}")
+    return lines
+
+
+def schema() -> dict[str, Any]:
+    """A JSON schema of experiments, for editors."""
+    document = Experiment.model_json_schema()
+    choices: list[Any] = []
+    for name in ALGORITHMS:
+        part = find_algorithm(name).model_json_schema(ref_template="#/$defs/{model}")
+        document["$defs"] |= part.pop("$defs", {})
+        part["properties"] = {"name": {"const": name}, **part["properties"]}
+        part["required"] = ["name", *part.get("required", [])]
+        choices.append(part)
+    document["properties"]["algorithm"] = {
+        "oneOf": choices,
+        "description": "The algorithm: `name` and its settings.",
+    }
+    return document

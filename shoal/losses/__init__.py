@@ -1,0 +1,1 @@
+"""Pure functions on [T, B] tensors."""

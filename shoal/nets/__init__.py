@@ -1,0 +1,1 @@
+"""Networks: torsos, memory, heads, and the normalisation of what goes in."""

@@ -1,0 +1,109 @@
+"""A policy and a value over one torso, with all that acting on them needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.core.tree import map_tree
+from shoal.core.types import Act, Batch, Spec, Step
+from shoal.nets.heads import make_head
+from shoal.nets.memory import Memory
+from shoal.nets.normalise import CLIP, ObservationMoments, RunningMoments
+from shoal.nets.torsos import Network, Torso, orthogonal
+
+
+class ActorCritic(nn.Module):
+    """Policy and value of observations over time, in one pass."""
+
+    def __init__(self, network: Network, spec: Spec, gamma: float, distribution: str = "clipped") -> None:
+        super().__init__()
+        self.gamma = gamma
+        self.moments = ObservationMoments(spec.observation) if network.normalise_observation else None
+        self.return_moments = RunningMoments(()) if network.normalise_reward else None
+        self.torso = Torso(network, spec.observation)
+        self.value_torso = Torso(network, spec.observation) if network.separate else None
+        self.memory = Memory(self.torso.features, network.lstm) if network.lstm else None
+        features = network.lstm or self.torso.features
+        self.head = make_head(features, spec.action, distribution)
+        self.value = orthogonal(nn.Linear(features, 1), gain=1.0)
+
+    def initial_state(self, size: int) -> Tensor | None:
+        """Return the memory of `size` fresh episodes, [B, 2·units], or none."""
+        return None if self.memory is None else self.memory.initial_state(size)
+
+    def forward(
+        self, observation: Any, first: Tensor, state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the policy [T, B, P], the value [T, B] and the state after; observations are [T, B, ...]."""
+        inputs = map_tree(lambda x: x.flatten(0, 1), observation)
+        if self.moments is not None:
+            inputs = self.moments(inputs)
+        features = self.torso(inputs)
+        value_features = features if self.value_torso is None else self.value_torso(inputs)
+        if self.memory is not None:
+            features, state = self.memory(features.view(*first.shape, -1), first, state)
+            value_features = features = features.flatten(0, 1)
+        policy = self.head(features).view(*first.shape, -1)
+        return policy, self.value(value_features).view(first.shape), state
+
+    def begin(self, size: int) -> dict[str, Tensor]:
+        """Return the first carry: the memory as `core`, the discounted return so far as `return`."""
+        carry = {}
+        if self.memory is not None:
+            carry["core"] = self.memory.initial_state(size)
+        if self.return_moments is not None:
+            carry["return"] = torch.zeros(size, device=self.value.weight.device)
+        return carry
+
+    @torch.no_grad()
+    def act(self, step: Step, carry: dict[str, Tensor], greedy: bool) -> Act:
+        """Choose by the policy's mode, or draw from it; record the policy, the value and what the carry held.
+
+        `core` is recorded as it was before the step, and `return` as it is after the step's reward.
+        """
+        observation = map_tree(lambda x: x.unsqueeze(0), step.observation)
+        policy, value, core = self(observation, step.first.unsqueeze(0), carry.get("core"))
+        policy = policy[0]
+        raw = self.head.mode(policy) if greedy else self.head.sample(policy)
+        action = self.head.action(raw)
+        record = {"policy": policy, "value": value[0]}
+        after = {}
+        if action is not raw:
+            record["raw"] = raw
+        if core is not None:
+            record["core"], after["core"] = carry["core"], core
+        if self.return_moments is not None:
+            earned = (self.gamma * carry["return"] + step.reward) * ~step.first
+            record["return"] = after["return"] = earned
+        return Act(action, record, after)
+
+    def observe(self, batch: Batch) -> None:
+        """Update the running moments, where there are any, from the valid steps of a batch."""
+        length = len(batch.action)
+        if self.moments is not None:
+            self.moments.update(map_tree(lambda x: x[:length], batch.observation), batch.mask)
+        if self.return_moments is not None:
+            # An opening step has earned nothing yet, and padding is made of opening steps.
+            self.return_moments.update(batch.record["return"][~batch.first[:length]])
+
+    def scaled(self, reward: Tensor) -> Tensor:
+        """Divide rewards by the standard deviation of the discounted return.
+
+        Gymnasium's NormalizeReward: the mean is not taken off, so that signs and zeros stay.
+        """
+        if self.return_moments is None:
+            return reward
+        return (reward * self.return_moments.scale()).clamp(-CLIP, CLIP)
+
+
+def raw_action(batch: Batch) -> Tensor:
+    """Return what the policy drew, [T, B, ...]: the action itself unless the head bent it."""
+    return batch.record.get("raw", batch.action)
+
+
+def initial_core(batch: Batch) -> Tensor | None:
+    """Return the memory's state before the batch, [B, 2·units], or none."""
+    return batch.record["core"][0] if "core" in batch.record else None

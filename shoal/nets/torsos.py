@@ -1,0 +1,172 @@
+"""Torsos: from an observation tree of [N, ...] to features of [N, F]."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, Self, TypeVar
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from shoal.core.errors import ShoalError
+from shoal.core.settings import Settings
+from shoal.core.types import ArraySpec
+
+NATURE_SMALLEST = 36  # the three convolutions of the Nature network leave nothing of a smaller image
+RESIDUAL_GAIN = math.sqrt(2 / 6)  # six blocks together then about double the variance, not each of them
+
+Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
+
+
+class Network(Settings):
+    """How observations become features."""
+
+    torso: Literal["auto", "mlp", "nature", "resnet"] = Field(
+        "auto", description="Torso for images; auto takes nature, or mlp below 36 pixels; vectors get an mlp."
+    )
+    hidden: tuple[int, ...] = Field((64, 64), description="Units of each layer of an mlp.")
+    activation: Literal["tanh", "relu"] = Field("tanh", description="Activation of an mlp.")
+    lstm: int = Field(0, ge=0, description="Units of the LSTM after the torso; 0 leaves it out.")
+    separate: bool = Field(False, description="Whether policy and value have a torso each.")
+    normalise_observation: bool = Field(
+        False, description="Whether to bring floating point observations to mean 0 and variance 1."
+    )
+    normalise_reward: bool = Field(
+        False, description="Whether to divide rewards by the standard deviation of the discounted return."
+    )
+
+    @model_validator(mode="after")
+    def _one_memory(self) -> Self:
+        if self.separate and self.lstm:
+            raise ValueError("separate torsos cannot share an LSTM: set lstm to 0 or separate to false")
+        return self
+
+
+def orthogonal(layer: Layer, gain: float = math.sqrt(2.0)) -> Layer:
+    """Give a layer orthogonal weights and no bias (arXiv:2006.05990, §3.2; arXiv:2005.12729, §3)."""
+    nn.init.orthogonal_(layer.weight, gain)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+
+class Flat(nn.Module):
+    """Numbers of any type and shape as float vectors; bytes are brought to [0, 1]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [N, ...] to [N, F]."""
+        flat = x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
+        return flat.float().mul_(1 / 255) if x.dtype == torch.uint8 else flat.float()
+
+
+class Pixels(nn.Module):
+    """Images of bytes as floats in [0, 1], laid out as the convolutions like them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [N, C, H, W] to the same shape."""
+        return x.contiguous(memory_format=torch.channels_last).float().mul_(1 / 255)
+
+
+def mlp(inputs: int, hidden: tuple[int, ...], activation: str) -> nn.Sequential:
+    """Return a multi-layer perceptron."""
+    layers: list[nn.Module] = [Flat()]
+    for before, after in zip((inputs, *hidden), hidden, strict=False):
+        layers += [orthogonal(nn.Linear(before, after)), nn.Tanh() if activation == "tanh" else nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+class Residual(nn.Module):
+    """Two convolutions beside a shortcut."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.ReLU(),
+            orthogonal(nn.Conv2d(channels, channels, 3, padding=1)),
+            nn.ReLU(inplace=True),
+            orthogonal(nn.Conv2d(channels, channels, 3, padding=1), RESIDUAL_GAIN),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [N, C, H, W] to the same shape."""
+        return x + self.body(x)  # type: ignore[no-any-return]  # nn.Module.__call__ is untyped
+
+
+def _convolutions(layers: list[nn.Module], shape: tuple[int, ...], units: int) -> nn.Sequential:
+    """Close a stack of convolutions with a dense layer, whose inputs a dry run counts."""
+    with torch.no_grad():
+        size = nn.Sequential(*layers)(torch.zeros(1, *shape)).numel()
+    dense = [nn.Flatten(), orthogonal(nn.Linear(size, units)), nn.ReLU(inplace=True)]
+    whole = nn.Sequential(Pixels(), *layers, *dense)
+    whole.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing from its stub
+    return whole
+
+
+def nature(shape: tuple[int, ...]) -> nn.Sequential:
+    """Return the network of doi:10.1038/nature14236, methods, "Model architecture"."""
+    if min(shape[1:]) < NATURE_SMALLEST:
+        raise ShoalError(
+            f"an image of {shape[1]}x{shape[2]} is too small for the nature torso, which needs"
+            f" {NATURE_SMALLEST}x{NATURE_SMALLEST}: choose torso mlp or resnet"
+        )
+    layers: list[nn.Module] = []
+    channels = shape[0]
+    for filters, kernel, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
+        layers += [orthogonal(nn.Conv2d(channels, filters, kernel, stride)), nn.ReLU(inplace=True)]
+        channels = filters
+    return _convolutions(layers, shape, 512)
+
+
+def resnet(shape: tuple[int, ...]) -> nn.Sequential:
+    """Return the deep network of arXiv:1802.01561, fig. 3 right."""
+    layers: list[nn.Module] = []
+    channels = shape[0]
+    for filters in (16, 32, 32):
+        layers += [orthogonal(nn.Conv2d(channels, filters, 3, padding=1), gain=1.0)]
+        layers += [nn.MaxPool2d(3, 2, padding=1), Residual(filters), Residual(filters)]
+        channels = filters
+    return _convolutions([*layers, nn.ReLU(inplace=True)], shape, 256)
+
+
+def is_image(spec: ArraySpec) -> bool:
+    """Whether an observation is an image: bytes of [C, H, W]."""
+    return len(spec.shape) == 3 and spec.dtype == "uint8"
+
+
+def _torso(network: Network, spec: ArraySpec) -> tuple[nn.Sequential, int]:
+    """Return the torso for one array and the number of its features."""
+    choice = network.torso if is_image(spec) else "mlp"
+    if choice == "auto":
+        choice = "nature" if min(spec.shape[1:]) >= NATURE_SMALLEST else "mlp"
+    if choice == "nature":
+        return nature(spec.shape), 512
+    if choice == "resnet":
+        return resnet(spec.shape), 256
+    inputs = math.prod(spec.shape)
+    return mlp(inputs, network.hidden, network.activation), (network.hidden or (inputs,))[-1]
+
+
+class Torso(nn.Module):
+    """Features of an observation, or of each array of a mapping, side by side."""
+
+    def __init__(self, network: Network, observation: Any) -> None:
+        super().__init__()
+        self.keys = tuple(observation) if isinstance(observation, Mapping) else None
+        specs = [observation] if self.keys is None else [observation[key] for key in self.keys]
+        if network.torso in ("nature", "resnet") and not any(map(is_image, specs)):
+            raise ShoalError(
+                f"torso {network.torso} is for images (uint8 [C, H, W]), but the observation is"
+                f" {observation}: choose torso auto or mlp"
+            )
+        built = [_torso(network, spec) for spec in specs]
+        self.parts = nn.ModuleList(part for part, _ in built)
+        self.features = sum(size for _, size in built)
+
+    def forward(self, observation: Any) -> Tensor:
+        """Map a tree of [N, ...] to [N, F]."""
+        if self.keys is None:
+            return self.parts[0](observation)  # type: ignore[no-any-return]  # nn.Module.__call__ is untyped
+        pieces = [part(observation[key]) for key, part in zip(self.keys, self.parts, strict=True)]
+        return torch.cat(pieces, dim=1)

@@ -1,0 +1,81 @@
+"""Evaluating: the newest policy without exploration, over whole episodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal import envs
+from shoal.core.algorithm import Algorithm
+from shoal.core.tree import to_torch
+from shoal.core.types import Step, Work
+from shoal.workers.policy import Follower
+
+WIDEST = 32  # environments stepped together
+
+
+def evaluate(experiment: Any, parameters: Any, journal: Any) -> Work:
+    """Score the weights each time enough steps have passed, and the last ones; one unit of work is one score."""
+    settings = experiment.evaluation
+    size = min(settings.episodes, WIDEST)
+    worlds = envs.make(experiment.environment, size, seed=int(np.random.randint(2**31)), evaluation=True)
+    try:
+        policy = Follower(experiment.algorithm, worlds.spec, experiment.actor_device)
+        due = experiment.evaluation_interval
+        while not policy.final:
+            status = parameters.status()
+            if status is None or not (status["steps"] >= due or status["final"]):
+                yield False
+                continue
+            policy.follow(parameters)
+            if policy.final and journal.stopping():
+                return  # stopped on purpose: the last score stands
+            episodes = play(experiment.algorithm, policy, worlds, settings.episodes)
+            journal.evaluated(summarise(policy.steps, episodes))
+            due = policy.steps + experiment.evaluation_interval
+            yield True
+    finally:
+        worlds.close()
+
+
+def play(algorithm: Algorithm, policy: Follower, worlds: Any, count: int) -> list[envs.Episode]:
+    """Play so many whole episodes, the same number in every environment but for the remainder.
+
+    Taking those that end first would favour short ones.
+    """
+    torch.set_num_threads(1)
+    size = worlds.size
+    wanted = np.full(size, count // size) + (np.arange(size) < count % size)
+    kept: list[envs.Episode] = []
+    worlds.episodes()
+    step, carry = worlds.reset(), algorithm.begin(policy.net, size)
+    while wanted.any():
+        with torch.inference_mode():
+            choice = algorithm.act(policy.net, Step(*(to_torch(part, policy.device) for part in step)), carry, None)
+        carry = choice.carry
+        step = worlds.step(choice.action.cpu().numpy())
+        for episode in worlds.episodes():
+            if wanted[episode.index]:
+                wanted[episode.index] -= 1
+                kept.append(episode)
+    return kept
+
+
+def summarise(steps: int, episodes: list[envs.Episode]) -> dict[str, Any]:
+    """Mean and every score, with the metrics that the environment's settings ask for."""
+    scores = [float(episode.score) for episode in episodes]
+    names = sorted({name for episode in episodes for name in episode.metrics})
+    metrics = {
+        name: float(np.mean([episode.metrics[name] for episode in episodes if name in episode.metrics]))
+        for name in names
+    }
+    length = float(np.mean([episode.length for episode in episodes]))
+    return {
+        "steps": steps,
+        "mean": float(np.mean(scores)),
+        "length": length,
+        "scores": scores,
+        "metrics": metrics,
+    }

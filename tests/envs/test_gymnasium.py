@@ -1,0 +1,211 @@
+"""Ids and spaces of Gymnasium."""
+
+from __future__ import annotations
+
+import sys
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from shoal.core.errors import Fatal
+from shoal.core.tree import map_tree
+from shoal.core.types import ActionSpec, ArraySpec
+from shoal.envs import Environment, make
+from shoal.envs.gymnasium import actions, observations
+
+
+def written(space, value):
+    """Row 1 of arrays for two, after the value was written there over old numbers; row 0 must stay."""
+    spec, write = observations(space)
+    arrays = map_tree(lambda leaf: np.full((2, *leaf.shape), 7, leaf.dtype), spec)
+    write(arrays, 1, value)
+    map_tree(lambda array: np.testing.assert_array_equal(array[0], 7), arrays)
+    return spec, map_tree(lambda array: array[1], arrays)
+
+
+def test_boxes():
+    spec, array = written(spaces.Box(-1, 1, (2,), np.float64), np.array([0.1, 0.2]))
+    assert spec == ArraySpec((2,), "float32")
+    np.testing.assert_array_equal(array, np.array([0.1, 0.2], np.float32))
+    assert written(spaces.Box(0, 9, (2,), np.int64), np.array([3, 4]))[0] == ArraySpec((2,), "float32")
+    assert written(spaces.Box(0, 255, (2,), np.uint8), np.array([3, 4]))[0] == ArraySpec((2,), "uint8")
+    assert written(spaces.Box(-1, 1, (2,)), [0.5, 1])[1].tolist() == [0.5, 1]
+
+
+def test_images_get_channels_first():
+    image = np.arange(5 * 6 * 3, dtype=np.uint8).reshape(5, 6, 3)
+    spec, array = written(spaces.Box(0, 255, (5, 6, 3), np.uint8), image)
+    assert spec == ArraySpec((3, 5, 6), "uint8")
+    np.testing.assert_array_equal(array, image.transpose(2, 0, 1))
+    assert observations(spaces.Box(0, 1, (5, 6, 4)))[0] == ArraySpec((4, 5, 6), "float32")
+    for shape in ((4, 84, 84), (4, 6, 3), (6, 6, 5), (84, 84)):
+        assert observations(spaces.Box(0, 255, shape, np.uint8))[0] == ArraySpec(shape, "uint8")
+
+
+def test_a_wrong_shape_is_refused():
+    with pytest.raises(ValueError, match=r"shape \(1,\), but its space has \(2,\)"):
+        written(spaces.Box(-1, 1, (2,)), np.zeros(1, np.float32))
+
+
+def test_categories_become_one_hot():
+    assert written(spaces.Discrete(3), 1)[1].tolist() == [0, 1, 0]
+    assert written(spaces.Discrete(3, start=5), np.int64(7))[1].tolist() == [0, 0, 1]
+    spec, array = written(spaces.MultiDiscrete([2, 3]), np.array([1, 2]))
+    assert spec == ArraySpec((5,), "float32")
+    assert array.tolist() == [0, 1, 0, 0, 1]
+    assert written(spaces.MultiDiscrete([[2], [3]], start=[[1], [1]]), np.array([[1], [3]]))[1].tolist() == [
+        *(1, 0),
+        *(0, 0, 1),
+    ]
+    spec, array = written(spaces.MultiBinary((2, 2)), np.array([[1, 0], [0, 1]], np.int8))
+    assert spec == ArraySpec((2, 2), "float32")
+    assert array.tolist() == [[1, 0], [0, 1]]
+    for outside in (3, -1):
+        with pytest.raises(ValueError, match="outside its space"):
+            written(spaces.Discrete(3), outside)
+
+
+def test_dicts_and_tuples_become_mappings():
+    space = spaces.Dict(
+        {
+            "eye": spaces.Box(0, 255, (5, 6, 1), np.uint8),
+            "rest": spaces.Tuple([spaces.Discrete(2), spaces.Box(0, 1, (1,))]),
+        }
+    )
+    value = {"eye": np.ones((5, 6, 1), np.uint8), "rest": (1, np.array([0.5], np.float32))}
+    spec, tree = written(space, value)
+    assert spec == {
+        "eye": ArraySpec((1, 5, 6), "uint8"),
+        "rest": {"0": ArraySpec((2,), "float32"), "1": ArraySpec((1,), "float32")},
+    }
+    assert tree["eye"].min() == 1
+    assert tree["rest"]["0"].tolist() == [0, 1]
+    assert tree["rest"]["1"].tolist() == [0.5]
+
+
+def test_other_observation_spaces_are_refused():
+    with pytest.raises(
+        Fatal, match="allowed are Box, Discrete, MultiDiscrete, MultiBinary, and Dict or Tuple"
+    ):
+        observations(spaces.Text(5))
+
+
+def test_discrete_actions():
+    spec, decode = actions(spaces.Discrete(3, start=-1))
+    assert spec == ActionSpec(3)
+    assert spec.discrete
+    space = spaces.Discrete(3, start=-1)
+    assert all(value in space for value in decode(np.array([0, 1, 2])))
+    assert list(decode(np.array([0, 1, 2]))) == [-1, 0, 1]
+    for outside in (3, -1):
+        with pytest.raises(Fatal, match="between 0 and 2"):
+            decode(np.array([0, outside]))
+
+
+def test_continuous_actions():
+    low, high = np.array([[-1, -2]]), np.array([[1, 2]])
+    space = spaces.Box(low, high, dtype=np.float64)
+    spec, decode = actions(space)
+    assert spec == ActionSpec(2, (-1.0, -2.0), (1.0, 2.0))
+    values = decode(np.array([[0.5, 1.5], [-3, 3]], np.float32))
+    assert values.tolist() == [[[0.5, 1.5]], [[-1, 2]]]
+    assert all(value in space for value in values)
+    with pytest.raises(Fatal, match="not finite"):
+        decode(np.array([[np.nan, 0]], np.float32))
+
+
+def test_other_action_spaces_are_refused():
+    for space in (spaces.MultiDiscrete([2, 2]), spaces.Box(0, 5, (2,), np.int64)):
+        with pytest.raises(Fatal, match="allowed are Discrete, and Box of floats"):
+            actions(space)
+    with pytest.raises(Fatal, match="infinite bounds"):
+        actions(spaces.Box(-np.inf, np.inf, (2,)))
+
+
+def test_continuous_actions_reach_the_environment():
+    worlds = make(Environment(id="Pendulum-v1"), 2, seed=0)
+    assert worlds.spec.observation == ArraySpec((3,), "float32")
+    assert worlds.spec.action == ActionSpec(1, (-2.0,), (2.0,))
+    worlds.reset()
+    before = [environment.unwrapped.state.copy() for environment in worlds.environments]
+    step = worlds.step(np.array([[2.0], [-9.0]], np.float32))
+    for environment, (angle, speed), torque in zip(worlds.environments, before, (2.0, -2.0), strict=True):
+        expected = speed + (15 * np.sin(angle) + 3 * torque) * 0.05  # Pendulum-v1's equation of motion
+        assert environment.unwrapped.state[1] == pytest.approx(np.clip(expected, -8, 8))
+    assert step.reward.shape == (2,)
+    worlds.close()
+
+
+def test_a_time_limit_truncates():
+    worlds = make(Environment(id="Pendulum-v1", arguments={"max_episode_steps": 2}), 1, seed=0)
+    worlds.reset()
+    steps = [worlds.step(np.zeros((1, 1), np.float32)) for _ in range(3)]
+    assert [step.discount.item() for step in steps] == [1, 1, 1]
+    assert [step.first.item() for step in steps] == [False, False, True]
+    assert worlds.episodes()[0].length == 2
+    worlds.close()
+
+
+def test_a_module_of_the_users_own(tmp_path, monkeypatch):
+    (tmp_path / "pond.py").write_text(
+        "import gymnasium\n"
+        "from shoal.envs.toy import Counting\n"
+        "class Pond(Counting, gymnasium.Env):\n"
+        "    pass\n"
+        "gymnasium.register('Pond-v0', entry_point=Pond)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    worlds = make(Environment(id="pond:Pond-v0", arguments={"length": 2}), 1, seed=0)
+    worlds.reset()
+    for _ in range(2):
+        worlds.step(np.array([0]))
+    assert worlds.episodes()[0].score == 3.0
+    worlds.close()
+    gymnasium.registry.pop("Pond-v0")
+    sys.modules.pop("pond")
+
+
+@pytest.mark.parametrize(
+    ("id", "near"),
+    [
+        ("CartPol-v1", "CartPole-v1"),
+        ("CartPole-v9", "CartPole-v1"),
+        ("Catchy", "Catch"),
+        ("Pong-v5", "ALE/Pong-v5"),
+        ("NoSuchSpace/Pong-v5", "ALE/Pong-v5"),
+    ],
+)
+def test_unknown_ids_name_the_nearest(id, near):
+    with pytest.raises(Fatal, match=f"unknown environment '{id}'.*Nearest known: .*{near}"):
+        make(Environment(id=id), 1, seed=0)
+
+
+def test_an_unlike_id_names_the_toys():
+    with pytest.raises(Fatal, match="Toy worlds: Catch, Identity"):
+        make(Environment(id="qqqqqqqqqqqqqqqq"), 1, seed=0)
+
+
+def test_a_missing_module():
+    with pytest.raises(Fatal, match="'no_such_module:Pond-v0' could not be imported"):
+        make(Environment(id="no_such_module:Pond-v0"), 1, seed=0)
+
+
+def test_wrong_arguments():
+    with pytest.raises(Fatal, match=r"could not make CartPole-v1: TypeError.*'wheels'"):
+        make(Environment(id="CartPole-v1", arguments={"wheels": 3}), 1, seed=0)
+    with pytest.raises(Fatal, match=r"could not make Catch: TypeError.*'wheels'"):
+        make(Environment(id="Catch", arguments={"wheels": 3}), 1, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("words", "extra"), [("Box2D is not installed", "box2d"), ("MuJoCo is missing", "mujoco")]
+)
+def test_missing_packages_name_the_extra(words, extra, monkeypatch):
+    def refuse(*arguments, **keywords):
+        raise gymnasium.error.DependencyNotInstalled(words)
+
+    monkeypatch.setattr(gymnasium, "make", refuse)
+    with pytest.raises(Fatal, match=rf"pip install 'shoal\[{extra}\]'"):
+        make(Environment(id="LunarLander-v3"), 1, seed=0)

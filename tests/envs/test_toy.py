@@ -1,0 +1,95 @@
+"""The rules of the toy worlds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shoal.envs import TOYS, Environment, make
+from shoal.envs.toy import Catch, Counting, Identity, Memory, Target
+
+
+def play(id, choose, steps=200, **arguments):
+    """Scores of the episodes that a rule on observations [B, ...] gets."""
+    worlds = make(Environment(id=id, arguments=arguments), 4, seed=3)
+    step = worlds.reset()
+    for _ in range(steps):
+        step = worlds.step(choose(step.observation))
+    worlds.close()
+    return [episode.score for episode in worlds.episodes()]
+
+
+def test_table():
+    assert list(TOYS) == ["Catch", "Identity", "Target", "Counting", "Memory"]
+    assert TOYS["Catch"] == "Move a paddle under a falling ball: +1 for catching it, -1 for missing it."
+
+
+def test_catch_is_won_by_following_the_ball():
+    def follow(observation):
+        board = observation.reshape(-1, 10, 5)
+        ball = board[:, :9].sum(1).argmax(-1)
+        return np.sign(ball - board[:, 9].argmax(-1)) + 1
+
+    scores = play("Catch", follow)
+    assert len(scores) == 80
+    assert set(scores) == {1.0}
+    assert -1.0 in play("Catch", lambda observation: np.ones(len(observation), np.int64))
+
+
+def test_catch_by_hand():
+    world = Catch(rows=3, columns=3)
+    board, _ = world.reset(seed=0)
+    column = int(board[:3].argmax())
+    assert board.tolist() == [*np.eye(3)[column], 0, 0, 0, 0, 1, 0]
+    board, reward, terminated, truncated, _ = world.step(0)
+    assert board.tolist() == [0, 0, 0, *np.eye(3)[column], 1, 0, 0]
+    assert (reward, terminated, truncated) == (0.0, False, False)
+    board, reward, terminated, truncated, _ = world.step(0)  # the wall holds the paddle
+    assert (reward, terminated, truncated) == (1.0 if column == 0 else -1.0, True, False)
+
+
+def test_identity():
+    assert set(play("Identity", lambda observation: observation.argmax(-1), states=3, length=6)) == {6.0}
+    assert set(play("Identity", lambda observation: (observation.argmax(-1) + 1) % 3, states=3)) == {0.0}
+    world = Identity(states=3)
+    state, _ = world.reset(seed=0)
+    assert world.step(int(state))[1] == 1.0
+
+
+def test_target():
+    scores = play("Target", lambda observation: observation, size=2)
+    np.testing.assert_array_equal(scores, 0.0)
+    world = Target()
+    target, _ = world.reset(seed=0)
+    assert world.step(target + 0.5)[1] == pytest.approx(-0.25)
+
+
+def test_memory_needs_its_first_observation():
+    world = Memory(cues=3, length=2)
+    observation, _ = world.reset(seed=0)
+    cue = int(observation[:3].argmax())
+    assert observation.tolist() == [*np.eye(3)[cue], 0.0]
+    for passed in (0.5, 1.0):
+        observation, reward, terminated, truncated, _ = world.step(cue)
+        assert observation.tolist() == [0, 0, 0, passed]
+        assert (reward, terminated, truncated) == (0.0, False, False)
+    observation, reward, terminated, truncated, _ = world.step(cue)
+    assert observation[:3].tolist() == [0, 0, 0]
+    assert (reward, terminated, truncated) == (1.0, True, False)
+
+
+def test_memory_judges_the_last_action():
+    cues = np.zeros(4, np.int64)
+
+    def recall(observation):
+        shown = observation[:, :-1].any(-1)
+        cues[shown] = observation[shown, :-1].argmax(-1)
+        return cues
+
+    assert set(play("Memory", recall)) == {1.0}
+    assert set(play("Memory", lambda observation: 1 - recall(observation))) == {-1.0}
+
+
+def test_counting_refuses_an_unknown_ending():
+    with pytest.raises(ValueError, match="'termination' or 'truncation', not 'never'"):
+        Counting(ending="never")

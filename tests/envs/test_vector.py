@@ -1,0 +1,318 @@
+"""Stepping environments together: time, seeds, scores and faults."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from shoal.core.errors import Fatal
+from shoal.envs import Environment, make
+from shoal.envs.toy import Counting
+from shoal.envs.vector import HEALTHY_STEPS, Vector
+
+
+def stream(worlds, steps, action=0):
+    """Every step of a run, stacked along time."""
+    out = [worlds.reset()]
+    for _ in range(steps):
+        out.append(worlds.step(np.full(worlds.size, action)))
+    worlds.close()
+    return out
+
+
+class Faulty:
+    """Counts like Counting with episodes of ten, but misbehaves at chosen steps of its life."""
+
+    alive = 0
+    seeds: ClassVar[list[int | None]] = []
+
+    def __init__(self, at=(), how="raise", length=10):
+        self.observation_space = spaces.Dict({"count": spaces.Box(-9, 9, (1,)), "time": spaces.Discrete(20)})
+        self.action_space = spaces.Discrete(2)
+        self.at, self.how, self.length = at, how, length
+        self.life = 0
+        Faulty.alive += 1
+
+    def show(self):
+        return {"count": np.array([self.count], np.float32), "time": self.count}
+
+    def reset(self, *, seed=None, options=None):
+        Faulty.seeds.append(seed)
+        self.count = 0
+        if "reset" in self.at:
+            raise RuntimeError("no reset")
+        return self.show(), {}
+
+    def step(self, action):
+        self.life += 1
+        self.count += 1
+        ended, reward, shown = self.count == self.length, 1.0, self.show()
+        if self.life in self.at:
+            if self.how == "raise":
+                raise RuntimeError(f"broke at {self.life}")
+            if self.how == "observation":
+                shown["count"][0] = np.nan
+            if self.how == "reward":
+                reward = np.inf
+            ended = True  # a fault outranks an ending
+        return shown, reward, ended, False, {}
+
+    def close(self):
+        Faulty.alive -= 1
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    Faulty.alive, Faulty.seeds = 0, []
+
+
+def faulty(scripts, max_faults=5, size=1, **arguments):
+    """Worlds whose environments follow the scripts in the order of their making; the last repeats."""
+    made = []
+
+    def create():
+        made.append(None)
+        return Faulty(scripts[min(len(made), len(scripts)) - 1], **arguments)
+
+    return Vector("Faulty", create, size, 7, max_faults, {})
+
+
+@pytest.mark.parametrize(("ending", "last"), [("termination", 0), ("truncation", 1)])
+def test_time_is_aligned(ending, last):
+    worlds = make(Environment(id="Counting", arguments={"length": 3, "ending": ending}), 2, seed=1)
+    steps = stream(worlds, 8, action=2)
+    for environment in range(2):
+        rows = [
+            [*step.observation[environment, [0, 1, 3]], step.reward[environment], step.discount[environment]]
+            for step in steps
+        ]
+        # count, episode, last action, reward, discount
+        assert rows == [
+            [0, 0, -1, 0, 1],
+            [1, 0, 2, 1, 1],
+            [2, 0, 2, 2, 1],
+            [3, 0, 2, 3, last],
+            [0, 1, -1, 0, 1],
+            [1, 1, 2, 1, 1],
+            [2, 1, 2, 2, 1],
+            [3, 1, 2, 3, last],
+            [0, 2, -1, 0, 1],
+        ]
+        assert [bool(step.first[environment]) for step in steps] == [step % 4 == 0 for step in range(9)]
+    assert [(episode.score, episode.length) for episode in worlds.episodes()] == [(6.0, 3)] * 4
+    assert worlds.episodes() == []
+
+
+def test_types_and_fresh_arrays():
+    worlds = make(Environment(id="Counting"), 3, seed=1)
+    steps = stream(worlds, 12)
+    assert {step.observation.dtype for step in steps} == {np.dtype("float32")}
+    assert {step.reward.dtype for step in steps} == {np.dtype("float32")}
+    assert {step.discount.dtype for step in steps} == {np.dtype("float32")}
+    assert {step.first.dtype for step in steps} == {np.dtype("bool")}
+    again = stream(make(Environment(id="Counting"), 3, seed=1), 12)
+    np.testing.assert_array_equal([step.observation for step in steps], [step.observation for step in again])
+    assert [step.observation[0, 0] for step in steps[:6]] == [0, 1, 2, 3, 4, 5]  # none was overwritten
+
+
+def test_environments_of_different_lengths_end_apart():
+    lengths = iter([2, 3])
+    worlds = Vector("Counting", lambda: Counting(next(lengths)), 2, 0, 5, {})
+    steps = stream(worlds, 6)
+    np.testing.assert_array_equal(
+        [step.first for step in steps], [[1, 1], [0, 0], [0, 0], [1, 0], [0, 1], [0, 0], [1, 0]]
+    )
+    np.testing.assert_array_equal(
+        [step.discount for step in steps], [[1, 1], [1, 1], [0, 1], [1, 0], [1, 1], [0, 1], [1, 1]]
+    )
+
+
+def test_reset_leaves_episodes_under_way():
+    worlds = make(Environment(id="Counting", arguments={"length": 3}), 1, seed=1)
+    worlds.reset()
+    worlds.step(np.array([0]))
+    step = worlds.reset()
+    assert step.first.tolist() == [True]
+    assert step.observation[0, :2].tolist() == [0, 1]
+    for _ in range(3):
+        worlds.step(np.array([0]))
+    assert [episode.length for episode in worlds.episodes()] == [3]
+    worlds.close()
+
+
+@pytest.mark.parametrize("id", ["CartPole-v1", "Catch", "Identity"])
+def test_seeds(id):
+    def observations(seed):
+        return np.array([step.observation for step in stream(make(Environment(id=id), 4, seed), 60)])
+
+    one = observations(1)
+    np.testing.assert_array_equal(one, observations(1))
+    assert not np.array_equal(one, observations(2))
+    assert len(np.unique(one.reshape(61, 4, -1)[:, :, :].transpose(1, 0, 2).reshape(4, -1), axis=0)) == 4
+
+
+def test_only_the_first_reset_passes_a_seed():
+    worlds = faulty([()], size=2)
+    stream(worlds, 25)
+    assert None not in Faulty.seeds[:2]
+    assert Faulty.seeds[0] != Faulty.seeds[1]
+    assert Faulty.seeds[2:] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("raise", "RuntimeError: broke at 3"),
+        ("observation", "observation.count holds nan"),
+        ("reward", "reward holds inf"),
+    ],
+)
+def test_a_fault_cuts_the_episode(how, words):
+    worlds = faulty([(3,), ()], how=how)
+    steps = stream(worlds, 15)
+    assert [int(step.observation["count"][0, 0]) for step in steps[:7]] == [0, 1, 2, 2, 0, 1, 2]
+    np.testing.assert_array_equal(steps[3].observation["time"], steps[2].observation["time"])
+    assert [float(step.reward[0]) for step in steps[:7]] == [0, 1, 1, 0, 0, 1, 1]
+    assert [float(step.discount[0]) for step in steps[:7]] == [1] * 7
+    assert [bool(step.first[0]) for step in steps[:7]] == [True, False, False, False, True, False, False]
+    assert [(episode.score, episode.length) for episode in worlds.episodes()] == [(10.0, 10)]
+    (report,) = worlds.faults()
+    line = report.splitlines()[0]
+    for part in (
+        "environment 0 of 1",
+        "Faulty",
+        f"seed {Faulty.seeds[0]}",
+        "step 3 of its episode",
+        "step 3 in all",
+    ):
+        assert part in line
+    assert line.endswith(words)
+    if how == "raise":
+        assert "Traceback" in report
+    assert worlds.faults() == []
+    assert Faulty.seeds[1] not in (None, Faulty.seeds[0])
+    assert Faulty.alive == 0
+
+
+def test_a_fault_leaves_the_other_environments_alone():
+    worlds = faulty([(), (3,), ()], size=2)
+    steps = stream(worlds, 6)
+    counts = np.array([step.observation["count"][:, 0] for step in steps])
+    np.testing.assert_array_equal(counts[:, 0], [0, 1, 2, 3, 4, 5, 6])
+    np.testing.assert_array_equal(counts[:, 1], [0, 1, 2, 2, 0, 1, 2])
+
+
+def test_a_reset_that_fails_later_opens_the_next_episode_all_the_same():
+    class Once(Faulty):
+        def reset(self, *, seed=None, options=None):
+            if seed is None:
+                raise RuntimeError("cannot go on")
+            return super().reset(seed=seed)
+
+    worlds = Vector("Once", lambda: Once(length=2), 1, 7, 5, {})
+    steps = stream(worlds, 7)
+    assert [int(step.observation["count"][0, 0]) for step in steps] == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert [bool(step.first[0]) for step in steps] == [True, False, False, True, False, False, True, False]
+    assert len(worlds.episodes()) == 2
+    assert len(worlds.faults()) == 2
+    assert Faulty.alive == 0
+
+
+def test_too_many_faults_in_a_row_end_the_run():
+    worlds = faulty([(2,)], max_faults=2)
+    with pytest.raises(Fatal) as caught:
+        stream(worlds, 100)
+    worlds.close()
+    message = str(caught.value)
+    assert "3 faults in a row, 2 allowed" in message
+    assert f"seed {Faulty.seeds[-1]}" in message
+    assert "step 2 of its episode, step 8 in all" in message
+    assert "Traceback" in message
+    assert "broke at 2" in message
+    assert len(worlds.faults()) == 2
+    assert Faulty.alive == 0
+
+
+def test_a_finished_episode_begins_a_new_row():
+    worlds = faulty([(12,)], max_faults=1)
+    stream(worlds, 100)
+    assert len(worlds.faults()) > 5
+
+
+@pytest.mark.parametrize(("healthy", "ends"), [(HEALTHY_STEPS, False), (HEALTHY_STEPS - 1, True)])
+def test_enough_healthy_steps_begin_a_new_row(healthy, ends, monkeypatch):
+    monkeypatch.setattr(Faulty, "show", lambda self: {"count": np.zeros(1, np.float32), "time": 0})
+    worlds = faulty([(healthy,)], max_faults=1, length=10**9)  # the opening after a fault is a healthy step
+    if ends:
+        with pytest.raises(Fatal, match="2 faults in a row"):
+            stream(worlds, 5 * HEALTHY_STEPS)
+        worlds.close()
+    else:
+        stream(worlds, 5 * HEALTHY_STEPS)
+        assert len(worlds.faults()) > 3
+
+
+def test_a_first_reset_that_fails_ends_the_run_at_once():
+    worlds = faulty([("reset",)])
+    with pytest.raises(Fatal, match=r"step 0 of its episode, step 0 in all: RuntimeError: no reset"):
+        worlds.reset()
+    worlds.close()
+    assert Faulty.alive == 0
+
+
+def test_a_first_observation_that_is_not_finite_ends_the_run_at_once():
+    class Blank(Faulty):
+        def show(self):
+            return {"count": np.array([np.nan], np.float32), "time": 0}
+
+    worlds = Vector("Blank", Blank, 1, 7, 5, {})
+    with pytest.raises(Fatal, match=r"no episode could be opened: .*observation.count holds nan"):
+        worlds.reset()
+    worlds.close()
+
+
+def test_an_environment_that_cannot_be_made_closes_those_that_were():
+    made = iter([Faulty, Faulty])
+    with pytest.raises(Fatal, match="could not make Faulty: StopIteration"):
+        Vector("Faulty", lambda: next(made)(), 3, 7, 5, {})
+    assert Faulty.alive == 0
+
+
+def test_metrics_come_out_of_info():
+    class Talking(Counting):
+        def step(self, action):
+            *step, _ = super().step(action)
+            height = self._count**2
+            return *step, {"gold": 1, "height": height, "speed": np.float64(height), "name": "unused"}
+
+    worlds = Vector(
+        "Talking", lambda: Talking(3), 1, 7, 5, {"gold": "sum", "height": "last", "speed": "average"}
+    )
+    stream(worlds, 7)
+    assert [episode.metrics for episode in worlds.episodes()] == [
+        {"gold": 3, "height": 9, "speed": 14 / 3}
+    ] * 2
+
+
+def test_a_metric_that_is_no_number_is_reported():
+    class Talking(Counting):
+        def step(self, action):
+            *step, _ = super().step(action)
+            return *step, {"gold": "none"}
+
+    worlds = Vector("Talking", Talking, 1, 7, 5, {"gold": "sum"})
+    worlds.reset()
+    worlds.step(np.array([0]))
+    assert "metric 'gold' needs a number, but info holds 'none'" in worlds.faults()[0]
+    worlds.close()
+
+
+def test_import_is_light():
+    code = "import sys, shoal.envs; print({'gymnasium', 'ale_py', 'torch'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
