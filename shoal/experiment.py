@@ -91,11 +91,15 @@ class Experiment(Settings):
     def _fits(self) -> Self:
         produced = self.actor_count * self.envs
         if self.algorithm.max_lag == 0 and self.batch_size > produced:
-            raise ValueError(f"algorithm.batch {self.batch_size} can never fill: with max_lag 0, {self.actor_count} actors "
-                             f"of {self.envs} environments give {produced} items per update")  # fmt: skip
+            raise ValueError(
+                f"algorithm.batch {self.batch_size} can never fill: with max_lag 0, "
+                f"{self.actor_count} actors of {self.envs} environments give {produced} items per update"
+            )
         if self.envs > self.queue * self.batch_size:
-            raise ValueError(f"the {self.envs} items of one actor do not fit in queue × batch = "
-                             f"{self.queue * self.batch_size}: raise queue or algorithm.batch, or lower envs")  # fmt: skip
+            raise ValueError(
+                f"the {self.envs} items of one actor do not fit in queue × batch = "
+                f"{self.queue * self.batch_size}: raise queue or algorithm.batch, or lower envs"
+            )
         return self
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,25 +17,28 @@ def derive(*parts: object) -> int:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy and, if it is loaded, torch."""
+    """Seed Python, NumPy and torch."""
+    import torch
+
     random.seed(seed)
     np.random.seed(seed)
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(seed)
+    torch.manual_seed(seed)
 
 
 def get_state() -> tuple[Any, ...]:
     """The process-wide random states."""
-    torch = sys.modules.get("torch")
-    return random.getstate(), np.random.get_state(), torch.get_rng_state() if torch else None
+    import torch
+
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
 
 
 def set_state(state: tuple[Any, ...]) -> None:
     """Put process-wide random states back."""
+    import torch
+
     random.setstate(state[0])
     np.random.set_state(state[1])
-    if state[2] is not None:
-        sys.modules["torch"].set_rng_state(state[2])
+    torch.set_rng_state(state[2])
 
 
 class Randomness:

@@ -30,9 +30,10 @@ ALIGN: Final = 64  # a cache line, and what vector units like best
 HEADER_LIMIT: Final = 4 << 20
 BODY_LIMIT: Final = 4 << 30
 THRESHOLD: Final = 16 << 10  # below this, a copy through the socket is cheaper than a place in shared memory
+FLOATS: Final = ("float16", "float32", "float64")
 TYPES: Final = {
     np.dtype(name).str: np.dtype(name)
-    for name in ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64"]
+    for name in ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)), *FLOATS)
 }
 
 
@@ -43,7 +44,7 @@ def aligned(size: int) -> int:
 
 def as_bytes(array: Array) -> memoryview:
     """View a contiguous array as bytes."""
-    return memoryview(array.reshape(-1).view(np.uint8))
+    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
 
 def encode(value: Any, block: memoryview | None = None, threshold: int = THRESHOLD) -> list[Buffer]:
@@ -73,7 +74,7 @@ def encode(value: Any, block: memoryview | None = None, threshold: int = THRESHO
     inline: list[Buffer] = []
     here = there = 0
     for array in arrays:
-        entry = [array.dtype.str, array.shape]
+        entry: list[Any] = [array.dtype.str, array.shape]
         if block is not None and array.nbytes >= threshold:
             block[there : there + array.nbytes] = as_bytes(array)
             entry += [there, 1]

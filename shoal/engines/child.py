@@ -11,6 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from shoal.core.errors import DeadlineExceeded, Fatal, ServiceFailed, ServiceLost, ShoalError, WireError
@@ -164,6 +165,7 @@ class Child:
         args = [rebuild(arg, self.find_service) for arg in self.start["args"]]
         seed_everything(self.start["seed"])
         work = function(*args)
+        self.say("ready")
         try:
             if self.start["lockstep"]:
                 while not self.activity.ended and self.turns.get():
@@ -203,7 +205,5 @@ def main(descriptor: int) -> None:
 
 
 def _tell(child: Child, text: str, fatal: bool) -> None:
-    try:
+    with suppress(ShoalError):
         child.say("failed", text, fatal)
-    except ShoalError:
-        pass

@@ -28,6 +28,7 @@ class Activity:
     since: float = 0.0
     last: str = ""
     ended: bool = False
+    work: Work | None = None  # to say where it stands
 
     def call(self, name: str) -> None:
         """Mark the start of a call to a service in another process."""
@@ -52,7 +53,12 @@ class Activity:
             state = f"last asked {self.last}"
         else:
             state = "has called no service yet"
-        return f"{self.name}: {self.moves} moves, {state}"
+        return f"{self.name}: {self.moves} moves, {state}{self.place()}"
+
+    def place(self) -> str:
+        """The line of the worker at which it yielded or is busy."""
+        frame = getattr(self.work, "gi_frame", None)
+        return f", at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
 
     def as_dict(self) -> dict[str, Any]:
         """The shares of its time, for reports."""
@@ -113,16 +119,13 @@ class Local:
 
 def advance(work: Work, activity: Activity) -> bool | None:
     """Take one unit of work; None: the worker has ended."""
+    activity.work = work
     start, waited = time.perf_counter(), sum(activity.waiting.values())
     moved = next(work, None)
     spent = time.perf_counter() - start - (sum(activity.waiting.values()) - waited)
-    if moved is None:
-        activity.ended = True
-    elif moved:
-        activity.moves += 1
-        activity.working += spent
-    else:
-        activity.wait(activity.last, spent)
+    activity.working += spent
+    activity.moves += bool(moved)
+    activity.ended = moved is None
     return moved
 
 

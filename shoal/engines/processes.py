@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ from shoal.engines.pipe import Pipe
 
 log = logging.getLogger("shoal")
 HEAD = "head"
+STARTING = 120.0  # seconds in which a process may load its libraries
 GRACE = 3.0  # seconds a process has to end by itself
 
 
@@ -47,6 +49,7 @@ class Worker:
     started: float = 0.0
     restarts: int = 0
     again_at: float = 0.0
+    ready: bool = False
     ended: bool = False
     failure: str = ""
     fatal: bool = False
@@ -66,6 +69,7 @@ class Processes:
         self._early: dict[str, list[Any]] = {}  # sockets for a process that is not there yet
         self._observers: dict[str, tuple[threading.Thread, Activity]] = {}
         self._threads: list[threading.Thread] = []
+        self._pipes: list[Pipe] = []  # the head's own, for calls into workers
         self._selector = selectors.DefaultSelector()
         self._stopped = threading.Event()
         self._bell = Bell()
@@ -119,7 +123,7 @@ class Processes:
         )
         end.close()
         worker.heard = worker.started = time.monotonic()
-        worker.again_at, worker.failure, worker.line, worker.answer = 0.0, "", "is starting", None
+        worker.again_at, worker.ready, worker.failure, worker.line = 0.0, False, "", f"{worker.name}: is starting"
         homes = {name: self.options.homes.get(name, HEAD) for name in [*self.local, *self.options.homes]}
         hosts = sorted(set(homes.values()) - {worker.name})
         ends = [self._connect(host) for host in hosts]
@@ -163,15 +167,14 @@ class Processes:
 
     def _hand_over(self, worker: Worker, end: Any) -> None:
         assert worker.control is not None
-        try:
+        with suppress(ServiceLost):  # its death is noticed where deaths are noticed
             worker.control.send(["link"], (end.fileno(),))
-        except ServiceLost:
-            pass  # its death is noticed where deaths are noticed
         end.close()
 
     def _call_into(self, host: str) -> Pipe:
         pipe = Pipe(self._connect(host))
         pipe.set_deadline(self.options.deadline)
+        self._pipes.append(pipe)
         return pipe
 
     def wait(self, *names: str) -> None:
@@ -188,10 +191,14 @@ class Processes:
             for worker in self.workers.values():
                 self._check(worker, now)
             moves = sum(worker.activity.get("moves", 0) + worker.ended for worker in self.workers.values())
-            if moves != before or any(worker.again_at for worker in self.workers.values()):
+            if moves != before or any(self._starting(worker, now) for worker in self.workers.values()):
                 moved_at, before = now, moves
             elif now - moved_at > self.options.stall:
                 raise Stalled(self._standstill())
+
+    def _starting(self, worker: Worker, now: float) -> bool:
+        """Whether a worker is about to start or loads its libraries, within reason."""
+        return bool(worker.again_at) or (not worker.ready and now - worker.started < STARTING)
 
     def _give_turns(self) -> None:
         """Let every worker take one turn, in order."""
@@ -234,6 +241,8 @@ class Processes:
                 worker.activity, worker.line = rest
             elif kind == "failed":
                 worker.failure, worker.fatal = rest
+            elif kind == "ready":
+                worker.ready = True
             elif kind == "ended":
                 worker.ended = True
             else:
@@ -272,7 +281,8 @@ class Processes:
                     worker.restarts, self.options.restarts)  # fmt: skip
 
     def _standstill(self) -> str:
-        lines, parts = [], []
+        lines: list[str] = []
+        parts: list[str] = []
         for worker in self.workers.values():
             answer = None if worker.ended else self._ask(worker, "stacks", 2.0)
             lines.append(worker.line if answer else f"{worker.name}: does not answer; before: {worker.line}")
@@ -298,10 +308,8 @@ class Processes:
         except subprocess.TimeoutExpired:
             worker.process.kill()
             code = worker.process.wait()
-        try:
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(worker.process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
         if worker.control is not None:
             if worker.control.socket.fileno() in self._selector.get_map():
                 self._selector.unregister(worker.control.socket)
@@ -325,7 +333,7 @@ class Processes:
             if worker.process is not None:
                 self._end_process(worker, max(limit - time.monotonic(), 0.01))
         self.workers.clear()
-        for end in [end for ends in self._early.values() for end in ends]:
+        for end in [*self._pipes, *(end for ends in self._early.values() for end in ends)]:
             end.close()
         for thread in [*self._threads, *(thread for thread, _ in self._observers.values())]:
             thread.join(timeout=GRACE)

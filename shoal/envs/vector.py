@@ -22,7 +22,7 @@ class Episode(NamedTuple):
     score: float  # undiscounted and unclipped
     length: int  # actions taken
     metrics: dict[str, float]
-    index: int  # the environment it was played in
+    world: int  # the environment it was played in
 
 
 class Sums(NamedTuple):

@@ -8,7 +8,12 @@ from typing import Any
 import numpy as np
 
 from shoal.core.tree import map_tree
-from shoal.core.types import Tree
+from shoal.core.types import Array, Tree
+
+
+def in_order(array: Array) -> Array:
+    """A copy in C order, whatever the layout in which a network computes, so that it travels as it is."""
+    return np.array(array, order="C")
 
 
 class Parameters:
@@ -24,7 +29,7 @@ class Parameters:
             "version": version,
             "steps": steps,
             "final": final,
-            "weights": map_tree(np.copy, weights),
+            "weights": map_tree(in_order, weights),
         }
 
     def fetch(self, newer_than: int) -> Mapping[str, Any] | None:

@@ -57,8 +57,8 @@ def play(algorithm: Algorithm, policy: Follower, worlds: Any, count: int) -> lis
         carry = choice.carry
         step = worlds.step(choice.action.cpu().numpy())
         for episode in worlds.episodes():
-            if wanted[episode.index]:
-                wanted[episode.index] -= 1
+            if wanted[episode.world]:
+                wanted[episode.world] -= 1
                 kept.append(episode)
     return kept
 

@@ -88,8 +88,8 @@ def cut(batch: Batch, epochs: int, minibatches: int) -> Iterator[Batch]:
         for piece in order.tensor_split(minibatches):
             index = piece.to(batch.action.device)
             pick = lambda x, index=index: x.index_select(1, index)  # noqa: E731
-            yield Batch(
-                *(map_tree(pick, part) for part in batch[:6]),
+            yield batch._replace(
+                **{name: map_tree(pick, getattr(batch, name)) for name in Batch._fields[:6]},
                 weight=batch.weight[index],
                 key=batch.key[piece.numpy()],
                 version=batch.version[piece.numpy()],

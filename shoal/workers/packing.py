@@ -90,7 +90,10 @@ class Sequences:
 
     def _emit(self, columns: Array) -> Items:
         every = len(columns) == self.size
-        cut = lambda x: x if every else x[:, columns]  # noqa: E731
+
+        def cut(x: Array) -> Array:
+            return x if every else x[:, columns]
+
         items: dict[str, Any] = {"record": {}}
         for key, buffer in self.buffers.items():
             kind, _, name = key.partition(" ")
@@ -176,6 +179,9 @@ def _join(one: Items | None, two: Items) -> Items:
     """Put items side by side."""
     if one is None:
         return two
-    versions = np.concatenate([one["version"], two["version"]])  # type: ignore[list-item]
-    rest = lambda items: {key: value for key, value in items.items() if key != "version"}  # noqa: E731
-    return {**map_tree(lambda a, b: np.concatenate([a, b], 1), rest(one), rest(two)), "version": versions}
+    # Versions are [N]; everything else has time before the items.
+    return {key: map_tree(_beside(axis=key != "version"), one[key], two[key]) for key in one}
+
+
+def _beside(axis: int) -> Any:
+    return lambda a, b: np.concatenate([a, b], axis)

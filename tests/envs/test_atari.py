@@ -23,9 +23,7 @@ def play(game, steps, size=2, seed=0, evaluation=False, metrics=None, actions=No
     random = np.random.default_rng(0)
     out = [worlds.reset()]
     for _ in range(steps):
-        chosen = (
-            random.integers(worlds.spec.action.size, size=size) if actions is None else np.full(size, actions)
-        )
+        chosen = random.integers(worlds.spec.action.size, size=size) if actions is None else np.full(size, actions)
         out.append(worlds.step(chosen))
     worlds.close()
     return worlds, out
@@ -43,9 +41,7 @@ def test_ids():
     assert rom("ALE/SpaceInvaders-v5") == "space_invaders"
     assert rom("ALE/UpNDown-v5") == "up_n_down"
     assert all(is_atari(id) and rom(id) for id in ids())
-    with pytest.raises(
-        Fatal, match=r"unknown Atari game 'ALE/SpaceInvader-v5'; nearest known: ALE/SpaceInvaders-v5"
-    ):
+    with pytest.raises(Fatal, match=r"unknown Atari game 'ALE/SpaceInvader-v5'; nearest known: ALE/SpaceInvaders-v5"):
         make(Environment(id="ALE/SpaceInvader-v5"), 1, seed=0)
 
 
@@ -130,9 +126,7 @@ def test_a_lost_game_terminates():
     assert len(episodes) >= 3
     for environment in range(2):
         first, discount = column(steps, "first", environment), column(steps, "discount", environment)
-        np.testing.assert_array_equal(
-            np.flatnonzero(discount == 0)[: first[1:].sum()] + 1, np.flatnonzero(first)[1:]
-        )
+        np.testing.assert_array_equal(np.flatnonzero(discount == 0)[: first[1:].sum()] + 1, np.flatnonzero(first)[1:])
         assert (column(steps, "reward", environment)[first] == 0).all()
     scores = sum(column(steps, "reward", environment).sum() for environment in range(2))
     assert 0 < sum(episode.score for episode in episodes) <= scores
@@ -179,9 +173,7 @@ def test_a_lost_life_ends_an_episode_but_not_the_game():
     assert (reward[first] == 0).all()
     for game in games:
         assert game.metrics["lives"] == 0
-        assert (
-            abs(game.metrics["episode_frame_number"] - 4 * game.length) < 10
-        )  # the length of the whole game
+        assert abs(game.metrics["episode_frame_number"] - 4 * game.length) < 10  # the length of the whole game
     opening = steps[0].observation[0]
     assert not np.array_equal(steps[first[1]].observation[0], opening)  # the game went on
     whole, real = play("Breakout", 500, episodic_life=True, evaluation=True, **settings)
@@ -249,9 +241,7 @@ def read(*lines, metrics=None):
 
 
 def test_points_of_an_opening_step_count_in_the_score_only():
-    told, _, actions = read(
-        (2, False, False, 5), (0, False, False, 4), (7, False, False, 4), (1, False, False, 4)
-    )
+    told, _, actions = read((2, False, False, 5), (0, False, False, 4), (7, False, False, 4), (1, False, False, 4))
     assert told == [(1, 1, False), (0, 0, False), (0, 1, True), (1, 1, False)]
     assert actions == [3, 3, 1, 3]
     _, episodes, _ = read((2, False, False, 4), (7, False, False, 4), (1, True, False, 0))
@@ -259,14 +249,10 @@ def test_points_of_an_opening_step_count_in_the_score_only():
 
 
 def test_an_opening_step_that_ends_something_is_followed_by_another():
-    told, _, actions = read(
-        (0, False, False, 4), (0, False, False, 3), (0, False, False, 3), (0, False, False, 3)
-    )
+    told, _, actions = read((0, False, False, 4), (0, False, False, 3), (0, False, False, 3), (0, False, False, 3))
     assert told == [(0, 0, False), (0, 1, True), (0, 1, True), (0, 1, False)]
     assert actions == [3, 1, 1, 3]
-    told, episodes, _ = read(
-        (0, False, False, 1), (0, True, False, 0), (0, False, False, 5), (0, False, False, 5)
-    )
+    told, episodes, _ = read((0, False, False, 1), (0, True, False, 0), (0, False, False, 5), (0, False, False, 5))
     assert told == [(0, 0, False), (0, 1, True), (0, 1, True), (0, 1, False)]
     assert [episode.length for episode in episodes] == [2]
 
@@ -283,8 +269,6 @@ def test_metrics_leave_out_the_opening_of_a_game():
 
 
 def test_a_new_game_with_fewer_lives_has_lost_none():
-    told, _, actions = read(
-        (0, False, False, 6), (0, False, True, 6), (0, False, False, 5), (0, False, False, 5)
-    )
+    told, _, actions = read((0, False, False, 6), (0, False, True, 6), (0, False, False, 5), (0, False, False, 5))
     assert told == [(0, 1, False), (0, 1, False), (0, 1, True), (0, 1, False)]
     assert actions == [3, 3, 3, 3]

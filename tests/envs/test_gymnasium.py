@@ -86,9 +86,7 @@ def test_dicts_and_tuples_become_mappings():
 
 
 def test_other_observation_spaces_are_refused():
-    with pytest.raises(
-        Fatal, match="allowed are Box, Discrete, MultiDiscrete, MultiBinary, and Dict or Tuple"
-    ):
+    with pytest.raises(Fatal, match="allowed are Box, Discrete, MultiDiscrete, MultiBinary, and Dict or Tuple"):
         observations(spaces.Text(5))
 
 
@@ -199,9 +197,7 @@ def test_wrong_arguments():
         make(Environment(id="Catch", arguments={"wheels": 3}), 1, seed=0)
 
 
-@pytest.mark.parametrize(
-    ("words", "extra"), [("Box2D is not installed", "box2d"), ("MuJoCo is missing", "mujoco")]
-)
+@pytest.mark.parametrize(("words", "extra"), [("Box2D is not installed", "box2d"), ("MuJoCo is missing", "mujoco")])
 def test_missing_packages_name_the_extra(words, extra, monkeypatch):
     def refuse(*arguments, **keywords):
         raise gymnasium.error.DependencyNotInstalled(words)

@@ -290,13 +290,9 @@ def test_metrics_come_out_of_info():
             height = self._count**2
             return *step, {"gold": 1, "height": height, "speed": np.float64(height), "name": "unused"}
 
-    worlds = Vector(
-        "Talking", lambda: Talking(3), 1, 7, 5, {"gold": "sum", "height": "last", "speed": "average"}
-    )
+    worlds = Vector("Talking", lambda: Talking(3), 1, 7, 5, {"gold": "sum", "height": "last", "speed": "average"})
     stream(worlds, 7)
-    assert [episode.metrics for episode in worlds.episodes()] == [
-        {"gold": 3, "height": 9, "speed": 14 / 3}
-    ] * 2
+    assert [episode.metrics for episode in worlds.episodes()] == [{"gold": 3, "height": 9, "speed": 14 / 3}] * 2
 
 
 def test_a_metric_that_is_no_number_is_reported():

@@ -1,0 +1,48 @@
+"""Fixtures of every test: nothing that a test started may outlive it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+def open_sockets() -> set[str]:
+    """What this process's descriptors of sockets and shared memory point to."""
+    found = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+        except OSError:
+            continue
+        if target.startswith(("socket:", "/memfd:shoal")):
+            found.add(target)
+    return found
+
+
+def left_over(before: tuple[set[int], set[str], set[str]]) -> list[str]:
+    """Threads, processes, sockets and shared memory that were not there before."""
+    threads, sockets, blocks = before
+    new = [f"thread {thread.name}" for thread in threading.enumerate() if thread.ident not in threads]
+    new += [f"process {child.pid} {child.name()}" for child in psutil.Process().children(recursive=True)]
+    new += [f"socket {name}" for name in open_sockets() - sockets]
+    new += [f"shared memory {name}" for name in set(os.listdir("/dev/shm")) - blocks]
+    return new
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """Fail a test that leaves something running or open."""
+    before = {thread.ident or 0 for thread in threading.enumerate()}, open_sockets(), set(os.listdir("/dev/shm"))
+    yield
+    limit = time.monotonic() + 10
+    while (new := left_over(before)) and time.monotonic() < limit:
+        time.sleep(0.02)  # what is ending may take a moment; the limit is what counts
+    assert not new, f"left behind: {new}"

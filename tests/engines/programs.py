@@ -1,0 +1,180 @@
+"""Small services and workers that the engine tests run; a module, so that other processes can import it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from shoal.core.errors import Fatal
+from shoal.core.types import Work
+
+
+class Shelf:
+    """Keeps what it is given."""
+
+    def __init__(self, label: str = "") -> None:
+        self.label = label
+        self.kept: dict[str, Any] = {}
+        self.calls = 0
+        self.random = np.random.randint(2**31)
+
+    def put(self, key: str, value: Any) -> bool:
+        self.kept[key] = _copied(value)
+        return True
+
+    def append(self, key: str, value: Any) -> int:
+        self.kept.setdefault(key, []).append(value)
+        return len(self.kept[key])
+
+    def get(self, key: str) -> Any:
+        self.calls += 1
+        return self.kept.get(key)
+
+    def double(self, value: Any) -> Any:
+        return value * 2
+
+    def fail(self) -> None:
+        raise ValueError("the shelf broke")
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def hang(self) -> None:
+        threading.Event().wait()
+
+    def drawn(self) -> int:
+        return self.random
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def idle() -> Work:
+    while True:
+        yield False
+
+
+def answer(shelf: Any, name: str, value: Any) -> Work:
+    shelf.put(name, shelf.double(value))
+    yield True
+
+
+def echo(shelf: Any) -> Work:
+    """Copy whatever lies under `question` to `answer`, and end."""
+    while (value := shelf.get("question")) is None:
+        yield False
+    shelf.put("answer", value)
+    yield True
+
+
+def draw(shelf: Any, name: str, count: int) -> Work:
+    """Append draws of every kind of randomness to one shared list."""
+    import random
+
+    import torch
+
+    for _ in range(count):
+        shelf.append("draws", [name, random.random(), float(np.random.rand()), float(torch.rand(()))])
+        yield True
+
+
+def raises(shelf: Any) -> Work:
+    yield True
+    raise ValueError("a worker broke")
+
+
+def raises_fatally(shelf: Any) -> Work:
+    yield True
+    raise Fatal("no use trying again")
+
+
+def calls_failing(shelf: Any) -> Work:
+    shelf.fail()
+    yield True
+
+
+def calls_hanging(shelf: Any) -> Work:
+    shelf.hang()
+    yield True
+
+
+def count_up(shelf: Any, name: str) -> Work:
+    """Say the process, then count without end."""
+    shelf.append(f"{name} pids", os.getpid())
+    count = 0
+    while True:
+        count += 1
+        shelf.put(name, count)
+        yield True
+
+
+def until(shelf: Any, key: str, value: Any) -> Work:
+    """End when a value lies on the shelf."""
+    while shelf.get(key) != value:
+        yield False
+
+
+def until_longer(shelf: Any, key: str, length: int) -> Work:
+    """End when a list on the shelf is long enough."""
+    while len(shelf.get(key) or []) < length:
+        yield False
+
+
+def kill_once(shelf: Any, key: str) -> Work:
+    """Kill the process whose number lies on the shelf, and end."""
+    while not (pids := shelf.get(key)):
+        yield False
+    os.kill(pids[-1], signal.SIGKILL)
+    yield True
+
+
+def dies_at_once(shelf: Any) -> Work:
+    shelf.append("lives", os.getpid())
+    os.kill(os.getpid(), signal.SIGKILL)
+    yield True
+
+
+def freezes(shelf: Any) -> Work:
+    """Stop the whole process, heartbeat included."""
+    shelf.append("frozen", os.getpid())
+    os.kill(os.getpid(), signal.SIGSTOP)
+    yield True
+
+
+def never_ending_unit(shelf: Any) -> Work:
+    yield True
+    threading.Event().wait(3600)
+    yield True
+
+
+def fill(shelf: Any, items: int) -> Work:
+    """Put until the bounded service is full, then report how much went in."""
+    done = 0
+    while shelf.put({"x": np.zeros((1, items), np.float32), "version": np.zeros(items, np.int64)}, None):
+        done += items
+        yield True
+    while True:
+        yield False
+
+
+def starts_a_child(shelf: Any) -> Work:
+    """Leave a grandchild of the head behind."""
+    import subprocess
+
+    process = subprocess.Popen(["sleep", "600"])
+    shelf.put("grandchild", process.pid)
+    while True:
+        yield False
+
+
+def slow_start(shelf: Any) -> Work:
+    time.monotonic()
+    yield True

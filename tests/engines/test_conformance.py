@@ -1,0 +1,315 @@
+"""What every engine must do, through one suite."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from shoal.core.errors import DeadlineExceeded, ShoalError, Stalled, WorkerFailed
+from shoal.engines import ENGINES, Options, make
+from shoal.services.queue import Queue
+from tests.engines import programs
+
+EVERY = pytest.mark.parametrize("name", [*ENGINES])
+
+
+@pytest.fixture
+def build() -> Iterator[Any]:
+    """Make engines that are closed whatever happens."""
+    made: list[Any] = []
+
+    def build(name: str, **options: Any) -> Any:
+        made.append(make(name, Options(**{"stall": 20.0, "deadline": 20.0, **options})))
+        return made[-1]
+
+    yield build
+    for engine in made:
+        engine.close()
+
+
+@EVERY
+def test_trees_arrive_bit_equal(build: Any, name: str) -> None:
+    engine = build(name, homes={"shelf": "host"})
+    shelf = engine.serve("shelf", programs.Shelf)
+    rng = np.random.default_rng(0)
+    question = {
+        "big": rng.standard_normal((300, 100)).astype(np.float32),
+        "deep": {"small": rng.integers(0, 255, 7).astype(np.uint8), "scalar": np.float64(1 / 3)},
+        "odd": np.asfortranarray(rng.standard_normal((50, 70)))[::2],
+        "empty": np.empty((0, 3), np.int16),
+        "nan": np.array([np.nan, np.inf, -0.0], np.float32),
+        "text": "Ünïcode",
+        "none": None,
+        "list": [1, 2.5, True, np.arange(5000)],
+    }
+    engine.run("host", programs.idle)
+    engine.run("echo", programs.echo, shelf)
+    shelf.put("question", question)
+    engine.wait("echo")
+    answer = shelf.get("answer")
+
+    def same(one: Any, two: Any) -> None:
+        if isinstance(one, dict):
+            assert [*one] == [*two]
+            for key in one:
+                same(one[key], two[key])
+        elif isinstance(one, list):
+            for left, right in zip(one, two, strict=True):
+                same(left, right)
+        elif isinstance(one, np.ndarray):
+            assert (one.dtype, one.shape) == (two.dtype, two.shape)
+            assert one.tobytes() == two.tobytes()
+        else:
+            assert one == two
+
+    same(question, answer)
+
+
+@EVERY
+def test_results_of_consecutive_calls_do_not_overwrite_each_other(build: Any, name: str) -> None:
+    engine = build(name, homes={"shelf": "host"})
+    shelf = engine.serve("shelf", programs.Shelf)
+    engine.run("host", programs.idle)
+    for value in range(3):
+        shelf.put(str(value), np.full(100_000, value))
+    results = [shelf.get(str(value)) for value in range(3)]
+    assert [int(result[0]) for result in results] == [0, 1, 2]
+
+
+@EVERY
+def test_a_failing_worker_ends_the_run_with_its_traceback(build: Any, name: str) -> None:
+    engine = build(name)
+    shelf = engine.serve("shelf", programs.Shelf)
+    engine.run("broken", programs.raises, shelf)
+    engine.run("idle", programs.idle)
+    with pytest.raises((ValueError, WorkerFailed)) as caught:
+        engine.wait("broken", "idle")
+    assert "a worker broke" in str(caught.value)
+    trace = str(caught.value) + "".join(str(entry) for entry in caught.traceback)
+    assert "programs.py" in trace
+
+
+@EVERY
+def test_an_error_in_a_service_reaches_its_caller(build: Any, name: str) -> None:
+    engine = build(name, homes={"shelf": "host"})
+    shelf = engine.serve("shelf", programs.Shelf)
+    engine.run("host", programs.idle)
+    engine.run("caller", programs.calls_failing, shelf)
+    with pytest.raises(Exception, match="the shelf broke"):
+        engine.wait("caller")
+
+
+@EVERY
+def test_placement_decides_the_process_of_a_service(build: Any, name: str) -> None:
+    engine = build(name, homes={"there": "host"})
+    here, there = engine.serve("here", programs.Shelf), engine.serve("there", programs.Shelf)
+    engine.run("host", programs.idle)
+    assert here.pid() == os.getpid()
+    assert (there.pid() != os.getpid()) == (name == "processes")
+
+
+@EVERY
+def test_a_worker_that_waits_is_woken(build: Any, name: str) -> None:
+    engine = build(name, homes={"shelf": "second"})
+    shelf = engine.serve("shelf", programs.Shelf)
+    engine.run("second", programs.until, shelf, "a", 4)
+    engine.run("first", programs.answer, shelf, "a", 2)
+    engine.wait("second")
+    assert shelf.get("a") == 4
+
+
+@EVERY
+def test_nothing_moving_is_reported_and_ends_the_run(build: Any, name: str) -> None:
+    engine = build(name, stall=1.0, homes={"shelf": "two"})
+    shelf = engine.serve("shelf", programs.Shelf)
+    engine.run("two", programs.until, shelf, "never", 1)
+    engine.run("one", programs.until, shelf, "neither", 1)
+    with pytest.raises(Stalled) as caught:
+        engine.wait("one")
+    report = str(caught.value)
+    assert "no worker moved for 1 s" in report
+    assert "one: 0 moves, last asked shelf.get" in report
+    assert "two: 0 moves, last asked shelf.get" in report
+    assert "programs.py" in report  # where they stand
+    assert name == "inline" or "in wait" in report  # the stacks
+
+
+@EVERY
+def test_an_observer_does_not_count_as_movement(build: Any, name: str) -> None:
+    engine = build(name, stall=1.0, observers=frozenset({"watcher"}))
+    shelf = engine.serve("shelf", programs.Shelf)
+    engine.run("watcher", programs.count_up, shelf, "watched")
+    engine.run("one", programs.until, shelf, "neither", 1)
+    with pytest.raises(Stalled):
+        engine.wait("one")
+
+
+@EVERY
+def test_a_full_store_holds_the_caller_back(build: Any, name: str) -> None:
+    engine = build(name, stall=1.0, homes={"store": "host"})
+    store = engine.serve("store", Queue, 10)
+    engine.run("host", programs.idle)
+    engine.run("filler", programs.fill, store, 4)
+    with pytest.raises(Stalled):
+        engine.wait("filler")
+    assert store.status()["filled"] == 8
+
+
+@EVERY
+def test_lockstep_takes_turns_with_randomness_of_ones_own(build: Any, name: str) -> None:
+    engine = build(name, lockstep=True, seed=7, homes={"shelf": "b"})
+    shelf = engine.serve("shelf", programs.Shelf)
+    for worker in "abc":
+        engine.run(worker, programs.draw, shelf, worker, 5)
+    engine.wait(*"abc")
+    draws = shelf.get("draws")
+    assert [row[0] for row in draws] == list("abc") * 5
+    alone = build("inline", seed=7)
+    other = alone.serve("shelf", programs.Shelf)
+    alone.run("b", programs.draw, other, "b", 5)
+    alone.wait("b")
+    assert [row for row in draws if row[0] == "b"] == other.get("draws")
+    assert shelf.drawn() == other.drawn()
+
+
+@EVERY
+def test_reports_say_where_the_time_went(build: Any, name: str) -> None:
+    engine = build(name)
+    shelf = engine.serve("shelf", programs.Shelf)
+    engine.run("one", programs.answer, shelf, "a", 2)
+    engine.wait("one")
+    report = engine.report()["one"]
+    assert report["moves"] == 1
+    assert 0 <= report["working"] <= 1.01
+
+
+def test_a_call_has_a_deadline(build: Any) -> None:
+    engine = build("processes", deadline=0.5, homes={"shelf": "host"})
+    shelf = engine.serve("shelf", programs.Shelf)
+    engine.run("host", programs.idle)
+    engine.run("caller", programs.calls_hanging, shelf)
+    with pytest.raises(WorkerFailed, match=r"shelf\.hang: no answer in time"):
+        engine.wait("caller")
+    with pytest.raises(DeadlineExceeded):
+        shelf.hang()
+
+
+def test_a_killed_worker_is_named_with_its_signal(build: Any) -> None:
+    engine = build("processes")
+    shelf = engine.serve("shelf", programs.Shelf)
+    engine.run("victim", programs.dies_at_once, shelf)
+    with pytest.raises(WorkerFailed, match="victim was killed by SIGKILL"):
+        engine.wait("victim")
+
+
+def test_a_killed_worker_is_started_again_and_the_run_goes_on(build: Any) -> None:
+    engine = build("processes", restartable=frozenset({"victim"}), homes={"shelf": "host"})
+    shelf = engine.serve("shelf", programs.Shelf)
+    engine.run("host", programs.until_longer, shelf, "victim pids", 2)
+    engine.run("victim", programs.count_up, shelf, "victim")
+    engine.run("killer", programs.kill_once, shelf, "victim pids")
+    engine.wait("host")
+    first, second = shelf.get("victim pids")
+    assert first != second
+    assert not psutil.pid_exists(first)
+    assert engine.report()["victim"]["restarts"] == 1
+
+
+def test_restarts_have_a_limit(build: Any) -> None:
+    engine = build("processes", restartable=frozenset({"victim"}), restarts=2)
+    shelf = engine.serve("shelf", programs.Shelf)
+    engine.run("victim", programs.dies_at_once, shelf)
+    with pytest.raises(WorkerFailed, match="victim was killed"):
+        engine.wait("victim")
+    assert len(shelf.get("lives")) == 3
+
+
+def test_what_restarting_cannot_mend_is_not_restarted(build: Any) -> None:
+    engine = build("processes", restartable=frozenset({"victim"}))
+    shelf = engine.serve("shelf", programs.Shelf)
+    engine.run("victim", programs.raises_fatally, shelf)
+    with pytest.raises(WorkerFailed, match="no use trying again"):
+        engine.wait("victim")
+
+
+def test_the_death_of_a_host_is_told_before_its_callers_losses(build: Any) -> None:
+    engine = build("processes", restartable=frozenset({"caller"}), homes={"shelf": "host"})
+    shelf = engine.serve("shelf", programs.Shelf)
+    notes = engine.serve("notes", programs.Shelf)
+    engine.run("host", programs.count_up, notes, "host")
+    engine.run("caller", programs.count_up, shelf, "caller")
+    engine.run("killer", programs.kill_once, notes, "host pids")
+    with pytest.raises(WorkerFailed, match="host was killed by SIGKILL"):
+        engine.wait("caller")
+
+
+def test_a_frozen_worker_is_noticed(build: Any) -> None:
+    engine = build("processes", silence=1.5)
+    shelf = engine.serve("shelf", programs.Shelf)
+    engine.run("frozen", programs.freezes, shelf)
+    with pytest.raises(WorkerFailed, match="frozen gave no sign of life"):
+        engine.wait("frozen")
+
+
+def test_close_takes_a_workers_own_children_along(build: Any) -> None:
+    engine = build("processes")
+    shelf = engine.serve("shelf", programs.Shelf)
+    engine.run("parent", programs.starts_a_child, shelf)
+    while shelf.get("grandchild") is None:
+        engine._listen(0.05)
+    grandchild = psutil.Process(shelf.get("grandchild"))
+    engine.close()
+    while grandchild.is_running() and grandchild.status() != psutil.STATUS_ZOMBIE:
+        psutil.wait_procs([grandchild], timeout=0.05)  # the test's own limit ends an endless wait
+
+
+def test_a_function_that_cannot_be_imported_elsewhere_is_refused(build: Any) -> None:
+    engine = build("processes")
+    with pytest.raises(ShoalError, match="importable module"):
+        engine.run("lambda", lambda: iter([True]))
+
+
+HEAD = """
+import sys
+sys.path.insert(0, {root!r})
+from tests.engines import programs
+from shoal.engines import Options, make
+engine = make("processes", Options(homes={{"shelf": "one"}}, stall=60))
+shelf = engine.serve("shelf", programs.Shelf)
+engine.run("one", programs.count_up, shelf, "one")
+engine.run("two", programs.count_up, shelf, "two")
+while not shelf.get("two"):
+    engine._listen(0.05)
+print("ready", flush=True)
+engine.wait("one")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_survives_the_head(number: int, tmp_path: Path) -> None:
+    root = str(Path(__file__).parents[2])
+    head = subprocess.Popen(
+        [sys.executable, "-c", HEAD.format(root=root)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert head.stdout is not None
+    with head.stdout:
+        assert head.stdout.readline() == b"ready\n"
+        family = psutil.Process(head.pid).children(recursive=True)
+        assert len(family) == 2
+        head.send_signal(number)
+        head.wait()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
+    assert not list(tmp_path.iterdir())
