@@ -6,7 +6,9 @@ services.
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,7 +28,7 @@ class Standin(Protocol):
 def path_of(target: Any) -> str:
     """Name a module-level function or class as `module:name`."""
     path = f"{target.__module__}:{target.__qualname__}"
-    if "<" in path or target.__module__ == "__main__":
+    if "<" in path or target.__module__ == "__main__" or inspect.ismethod(target):  # whose object would be lost
         raise ShoalError(f"{path} cannot run in another process: define it at the top of an importable module")
     return path
 
@@ -34,8 +36,20 @@ def path_of(target: Any) -> str:
 def find(path: str) -> Any:
     """Import what `module:name` names."""
     module, _, name = path.partition(":")
-    target: Any = importlib.import_module(module)
+    if not (module and name):
+        raise ShoalError(f"cannot find {path!r}: write package.module:name")
+    try:
+        target: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        # Only the path itself is the user's slip here: a module missing inside it speaks for itself.
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise ShoalError(f"cannot find {path!r}: there is no module {error.name!r}") from None
     for part in name.split("."):
+        if not hasattr(target, part):
+            near = difflib.get_close_matches(part, dir(target), n=1)
+            question = f"; did you mean {near[0]!r}?" if near else ""
+            raise ShoalError(f"cannot find {path!r}: {module} has no {part!r}{question}")
         target = getattr(target, part)
     return target
 

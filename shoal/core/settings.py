@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_serializer, model_validator
+from pydantic.json_schema import SkipJsonSchema
+from pydantic_core import CoreSchema
+
+POWER = 2.0  # of the polynomial shape, where none is given
 
 
 class Settings(BaseModel):
@@ -19,8 +23,13 @@ class Schedule(Settings):
     start: float = Field(description="Value at the beginning.")
     end: float | None = Field(None, description="Value at the end of the run; none keeps the start.")
     shape: Literal["constant", "linear", "polynomial"] = Field("linear", description="How it moves.")
-    power: float = Field(2.0, gt=0, description="Exponent of the polynomial shape.")
-    now: float = Field(default=float("nan"), exclude=True, description="Value at the present moment.")
+    power: float = Field(POWER, gt=0, description="Exponent of the polynomial shape.")
+    now: SkipJsonSchema[float] = Field(default=float("nan"), exclude=True, description="Value at the present moment.")
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """A bare number, or the whole."""
+        return {"anyOf": [{"type": "number"}, handler.resolve_ref_schema(handler(core))]}
 
     @model_validator(mode="before")
     @classmethod
@@ -37,9 +46,9 @@ class Schedule(Settings):
 
     @model_serializer(mode="plain")
     def _short(self) -> Any:
-        if self.shape == "constant" or self.end is None:
+        power = {"power": self.power} if self.shape == "polynomial" or self.power != POWER else {}
+        if self.shape == "constant" and self.end is None and not power:
             return self.start
-        power = {"power": self.power} if self.shape == "polynomial" else {}
         return {"start": self.start, "end": self.end, "shape": self.shape, **power}
 
     def at(self, progress: float) -> Schedule:

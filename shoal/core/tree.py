@@ -42,7 +42,8 @@ def to_torch(tree: Any, device: str | torch.device = "cpu") -> Any:
     import torch
 
     def one(array: Any) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        # Torch takes neither negative strides nor memory that cannot be written.
+        tensor = torch.from_numpy(array if array.flags.carray else np.array(array, order="C"))
         if str(device) == "cpu":
             return tensor if array.dtype == np.uint8 else tensor.clone()
         return tensor.to(device)

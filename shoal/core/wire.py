@@ -29,6 +29,7 @@ PREFIX: Final = struct.Struct("<4sHHIQ")
 ALIGN: Final = 64  # a cache line, and what vector units like best
 HEADER_LIMIT: Final = 4 << 20
 BODY_LIMIT: Final = 4 << 30
+AXES_LIMIT: Final = 64  # of NumPy itself
 THRESHOLD: Final = 16 << 10  # below this, a copy through the socket is cheaper than a place in shared memory
 FLOATS: Final = ("float16", "float32", "float64")
 TYPES: Final = {
@@ -50,7 +51,7 @@ def as_bytes(array: Array) -> memoryview:
 def encode(value: Any, block: memoryview | None = None, threshold: int = THRESHOLD) -> list[Buffer]:
     """Turn a value into buffers; arrays of at least `threshold` bytes go into the shared block if one is given.
 
-    The block must have room (see `shared_size`); mapping keys must be strings.
+    The block must have room (see `shared_size`); mapping keys must be strings other than `$`.
     """
     arrays: list[Array] = []
 
@@ -70,6 +71,9 @@ def encode(value: Any, block: memoryview | None = None, threshold: int = THRESHO
         tree = json.dumps(value, default=stand_in)
     except (TypeError, ValueError, RecursionError) as error:
         raise WireError(f"cannot send this value: {error}") from error
+    # Inside text a quote is escaped, so what follows can only be keys: those of the references, and no others.
+    if tree.count('{"$": ') != len(arrays) or ', "$": ' in tree:
+        raise WireError("cannot send a mapping with the key '$', which marks a reference to an array")
     table: list[list[Any]] = []
     inline: list[Buffer] = []
     here = there = 0
@@ -143,8 +147,10 @@ def _array(entry: Any, body: memoryview, block: Buffer | None) -> Array:
     name, shape, where, *shared = entry
     if name not in TYPES:
         raise WireError(f"array type {name!r} is not allowed")
-    if not all(type(side) is int and side >= 0 for side in [*shape, where]) or len(shape) > 32:
+    if not all(type(side) is int and side >= 0 for side in [*shape, where]) or len(shape) > AXES_LIMIT:
         raise WireError(f"bad shape {shape} or offset {where}")
+    if shared not in ([], [1]):
+        raise WireError(f"bad mark of a shared block {shared}")
     if shared and block is None:
         raise WireError("message refers to a shared block and there is none")
     source = memoryview(block) if shared and block is not None else body

@@ -115,7 +115,7 @@ class Processes:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         code = f"from shoal.engines.child import main; main({end.fileno()})"
         worker.process = subprocess.Popen(
-            [sys.executable, "-c", code],
+            [sys.executable, "-c", code, f"shoal {worker.name}"],  # the name is for whoever looks at a process list
             pass_fds=[end.fileno()],
             stdin=subprocess.DEVNULL,
             env=environment,

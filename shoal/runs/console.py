@@ -10,26 +10,38 @@ from typing import Any
 from shoal.core.types import Work
 
 log = logging.getLogger("shoal")
+LOOK = 0.5  # seconds between looks for news
+SHOWN = ("policy_loss", "value_loss", "entropy", "lag")
 
 
 def show(experiment: Any, journal: Any) -> Work:
     """Log a line at every interval, each evaluation and each fault; it only ever waits."""
-    shown, told, last_steps, last_time = 0, time.monotonic(), 0, time.monotonic()
-    while True:
-        now = time.monotonic()
-        if now - told >= min(experiment.log_every, 0.5):
-            told = now
-            state = journal.snapshot()
-            for fault in journal.drain_faults():
-                log.warning(fault)
-            for result in state["evaluations"][shown:]:
-                log.info(evaluation_line(result))
-            shown = len(state["evaluations"])
+    shown, looked = 0, 0.0
+    last_steps, last_time = 0, time.monotonic()
+    try:
+        while True:
+            now = time.monotonic()
+            if now - looked >= min(experiment.log_every, LOOK):
+                looked = now
+                shown = news(journal, shown)
             if now - last_time >= experiment.log_every:
+                state = journal.snapshot()
                 rate = (state["steps"] - last_steps) / (now - last_time)
                 last_steps, last_time = state["steps"], now
                 log.info(progress_line(experiment.steps, state, rate))
-        yield False
+            yield False
+    finally:
+        news(journal, shown)
+
+
+def news(journal: Any, shown: int) -> int:
+    """Log the faults and evaluations that were not shown yet, and return how many evaluations are now."""
+    for fault in journal.drain_faults():
+        log.warning(fault)
+    evaluations = journal.snapshot()["evaluations"]
+    for result in evaluations[shown:]:
+        log.info(evaluation_line(result))
+    return len(evaluations)
 
 
 def evaluation_line(result: Mapping[str, Any]) -> str:
@@ -46,6 +58,3 @@ def progress_line(total: int, state: Mapping[str, Any], rate: float) -> str:
         parts.append(f"return {state['recent_return']:.1f}")
     parts += [f"{name} {value:.3g}" for name, value in state["metrics"].items() if name in SHOWN]
     return "  ".join(parts)
-
-
-SHOWN = ("policy_loss", "value_loss", "entropy", "lag")

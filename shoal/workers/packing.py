@@ -127,6 +127,8 @@ class Transitions:
 
     def __init__(self, experience: NStep, size: int) -> None:
         """Begin with empty streams."""
+        if experience.n < 1:
+            raise ValueError(f"n {experience.n} must be at least 1")
         self.n, self.gamma = experience.n, experience.gamma
         self.rows: deque[dict[str, Any]] = deque(maxlen=self.n + 1)
         self.age = np.zeros(size, np.int64)  # instants of the present episode behind us
@@ -180,7 +182,7 @@ def _join(one: Items | None, two: Items) -> Items:
     if one is None:
         return two
     # Versions are [N]; everything else has time before the items.
-    return {key: map_tree(_beside(axis=key != "version"), one[key], two[key]) for key in one}
+    return {key: map_tree(_beside(0 if key == "version" else 1), one[key], two[key]) for key in one}
 
 
 def _beside(axis: int) -> Any:

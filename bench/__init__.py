@@ -1,0 +1,1 @@
+"""What Shoal costs and how fast it is, as ratios taken within one run."""

@@ -1,0 +1,91 @@
+"""The limit that cores set: the core-time that one step costs in environment, policy and learner.
+
+Actors and learner are those of a training run, called in turn in one process per core, with no engine between
+them. All cores are measured at once, since they share caches and memory.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from typing import Any
+
+import numpy as np
+
+
+def limits(config: str, seconds: float) -> dict[str, Any]:
+    """Rates of the bare environment on one core and on all, core-time per step, and the rate it allows."""
+    cores = sorted(os.sched_getaffinity(0))
+    (alone,), together = _on_cores(config, seconds, cores[:1]), _on_cores(config, seconds, cores)
+    parts = ("environment", "acting", "learning")
+    environment, acting, learning = (1e6 * float(np.mean([each[part] for each in together])) for part in parts)
+    return {
+        "environment_us": environment,
+        "policy_us": acting - environment,
+        "learning_us": learning,
+        "limit": len(cores) * 1e6 / (acting + learning),
+        "environment_one_core": alone["rate"],
+        "environment_all_cores": sum(each["rate"] for each in together),
+    }
+
+
+def _on_cores(config: str, seconds: float, cores: list[int]) -> list[dict[str, float]]:
+    context = multiprocessing.get_context("spawn")
+    answers, barrier = context.SimpleQueue(), context.Barrier(len(cores))
+    processes = [context.Process(target=_measure, args=(config, seconds, core, barrier, answers)) for core in cores]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        if process.exitcode:
+            raise RuntimeError(f"measuring {config} failed with exit code {process.exitcode}")
+    return [answers.get() for _ in processes]
+
+
+def _measure(config: str, seconds: float, core: int, barrier: Any, answers: Any) -> None:
+    """Seconds of one core per step: of the environments alone, of acting with them, and of learning."""
+    os.sched_setaffinity(0, {core})
+    from shoal import envs
+    from shoal.experiment import load
+
+    experiment = load(f"configs/{config}.yaml", {"steps": 10**12, "threads": 1})
+    worlds = envs.make(experiment.environment, experiment.envs, seed=core)
+    actions = np.random.randint(worlds.spec.action.size, size=(1000, worlds.size))
+    worlds.reset()
+    barrier.wait(timeout=120)
+    count, start, spent = 0, time.perf_counter(), time.process_time()
+    while (lasted := time.perf_counter() - start) < seconds:
+        worlds.step(actions[count % len(actions)])
+        count += 1
+    steps = count * worlds.size
+    alone = {"rate": steps / lasted, "environment": (time.process_time() - spent) / steps}
+    worlds.close()
+    barrier.wait(timeout=120)
+    answers.put(alone | _take_turns(experiment, seconds))
+
+
+def _take_turns(experiment: Any, seconds: float) -> dict[str, float]:
+    """Core-time per step of actors and learner, from the first update on."""
+    from shoal.services.journal import Journal
+    from shoal.services.parameters import Parameters
+    from shoal.services.queue import Queue
+    from shoal.workers.actor import act
+    from shoal.workers.learner import learn
+
+    journal, parameters, store = Journal(), Parameters(), Queue(experiment.queue * experiment.batch_size)
+    learner = learn(experiment, store, parameters, journal)
+    next(learner)
+    actors = [act(experiment, index, store, parameters, journal) for index in range(experiment.actor_count)]
+    turns = [("acting", actor, experiment.envs) for actor in actors]
+    turns.append(("learning", learner, experiment.batch_size))
+    spent, steps, start = {"acting": 0.0, "learning": 0.0}, {"acting": 0, "learning": 0}, 0.0
+    while not start or time.perf_counter() - start < seconds or not all(steps.values()):
+        for name, work, items in turns:
+            before = time.process_time()
+            moved = next(work)
+            spent[name] += time.process_time() - before
+            steps[name] += moved * items * experiment.algorithm.unroll
+        if not start and steps["learning"]:  # the first update was only to warm up
+            spent, steps, start = dict.fromkeys(spent, 0.0), dict.fromkeys(steps, 0), time.perf_counter()
+    return {name: spent[name] / steps[name] for name in spent}

@@ -1,0 +1,127 @@
+"""An algorithm and environments for tests of whole runs; a module, so that other processes can import it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+from pydantic import Field
+from torch import Tensor, nn
+
+from shoal.core.settings import Schedule, Settings
+from shoal.core.types import Act, Batch, Loss, NStep, Sequence, Spec, Step
+
+
+class Misaligned(Exception):
+    """Experience that is not what the counting world said."""
+
+
+def demand(fact: Tensor, what: str) -> None:
+    """Raise unless a statement holds everywhere."""
+    if not bool(fact.all()):
+        raise Misaligned(what)
+
+
+class Checker(Settings):
+    """Acts by the count it sees, and its loss checks with whole numbers that every part stands at its time."""
+
+    length: int = Field(5, description="Length of the counting world's episodes.")
+    truncates: bool = Field(False, description="Whether they are cut off.")
+    kind: str = Field("sequence", description="sequence, padded or nstep.")
+    lr: Schedule = Field(Schedule(start=0.1, shape="constant"), description="Unused.")
+    batch: int | None = Field(4, description="Items per update.")
+    epochs: int = Field(1, description="Passes.")
+    minibatches: int = Field(1, description="Pieces.")
+    clip_norm: float | None = Field(None, description="None.")
+    max_lag: int | None = Field(None, description="Any.")
+
+    @property
+    def experience(self) -> NStep | Sequence:
+        if self.kind == "nstep":
+            return NStep(3, 0.5)
+        return Sequence(7, overlap=2, across=self.kind == "sequence", initial=("opening",))
+
+    def build(self, spec: Spec) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def begin(self, net: nn.Module, size: int) -> Any:
+        return torch.zeros(size)  # counts the calls: an instant number that no environment knows
+
+    def act(self, net: nn.Module, step: Step, carry: Any, rank: Tensor | None) -> Act:
+        count = step.observation[:, 0]
+        record = {"count": count, "opening": count, "instant": carry}
+        return Act((count.long() + 1) % 4, record, carry + 1)
+
+    def prepare(self, net: nn.Module, batch: Batch) -> Batch:
+        return batch
+
+    def loss(self, net: nn.Module, target: nn.Module, batch: Batch) -> Loss:
+        check = self.check_transitions if self.kind == "nstep" else self.check_sequences
+        check(batch)
+        each = net(torch.ones(batch.action.shape[1], 1))[:, 0]
+        return Loss(each, each.detach().abs(), {})
+
+    def check_sequences(self, batch: Batch) -> None:
+        count, episode, own, told = batch.observation.unbind(-1)
+        real, end = batch.mask.bool(), self.length
+        demand(~real | (count[1:] == count[:-1] + 1), "observations follow each other")
+        demand(~real | (episode[1:] == episode[:-1]), "a transition stays in its episode")
+        demand(~real | (own[1:] == own[:-1]), "a sequence stays in its environment")
+        demand(~real | (batch.action == (count[:-1].long() + 1) % 4), "the action was chosen at the observation")
+        demand(~real | (told[1:].long() == batch.action), "the next observation answers the action")
+        demand(~real | (batch.reward == count[:-1] + 1), "the reward answers the action")
+        demand(~real | (batch.record["count"] == count[:-1]), "the record was made at the observation")
+        last = torch.zeros_like(batch.discount) if not self.truncates else torch.ones_like(batch.discount)
+        expected = torch.where(count[1:] == end, last, torch.ones_like(last))
+        demand(~real | (batch.discount == expected), "only an ending by the rules stops the future")
+        demand(batch.record["opening"][0] == count[0], "the initial record belongs to the first step")
+        demand(batch.first[0] == (count[0] == 0), "first is where the count is 0")
+        dummy = ~real if self.kind == "sequence" else ~real & ~batch.first[:-1]
+        demand(~dummy | (count[:-1] == end), "an episode ends with its true last observation")
+        if self.kind == "sequence":
+            demand(real | ((count[1:] == 0) & (episode[1:] == episode[:-1] + 1)), "after the last comes the first")
+            instant = batch.record["instant"]
+            demand(instant[1:] == instant[:-1] + 1, "no instant is missing or comes twice")
+
+    def check_transitions(self, batch: Batch) -> None:
+        count, episode, _, _ = batch.observation.unbind(-1)
+        steps = (count[1] - count[0]).long()
+        demand(episode[0] == episode[1], "a transition stays in its episode")
+        demand((steps >= 1) & (steps <= 3), "between one and three steps")
+        demand((steps == 3) | (count[1] == self.length), "shorter only at the end")
+        demand(batch.action[0] == (count[0].long() + 1) % 4, "the action was chosen at the observation")
+        for item in range(len(steps)):
+            reward = sum(0.5**k * (float(count[0, item]) + k + 1) for k in range(int(steps[item])))
+            demand(batch.reward[0, item] == reward, "the n-step return has its powers of gamma")
+        over = (count[1] == self.length) & (not self.truncates)
+        expected = torch.where(over, torch.zeros(()), 0.5 ** (steps - 1).float())
+        demand(batch.discount[0] == expected, "the discount has its powers of gamma")
+
+
+class Faulty(gymnasium.Env[Any, Any]):
+    """Breaks down every so often: raises, or shows NaN."""
+
+    observation_space = spaces.Box(-1, 1, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, healthy: int = 50, how: str = "raise") -> None:
+        self.healthy, self.how, self.steps = healthy, how, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        if self.steps > self.healthy and self.how == "raise":
+            raise RuntimeError("the simulator crashed")
+        seen = np.full(2, np.nan if self.steps > self.healthy else 0.0, np.float32)
+        return seen, 1.0, self.steps % 10 == 0, False, {"coins": self.steps, "speed": 2.0}
+
+
+gymnasium.register("Faulty-v0", entry_point=Faulty)

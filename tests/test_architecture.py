@@ -1,0 +1,120 @@
+"""The rules of the tree: who may import whom, that every setting is read, and that files stay short."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "shoal"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# What each part may import of the others; experiment, topology, training and cli may import anything.
+ALLOWED = {
+    "core": set(),
+    "losses": {"core"},
+    "nets": {"core", "losses"},
+    "envs": {"core"},
+    "algorithms": {"core", "losses", "nets"},
+    "services": {"core"},
+    "engines": {"core"},
+    "workers": {"core", "envs"},
+    "runs": {"core"},
+}
+FORBIDDEN_WORDS = ("policy", "reward", "learner", "actor", "episode", "observation", "experience")
+
+
+def part_of(module: str) -> str:
+    """The part of the package that a module belongs to, `` for its top."""
+    pieces = module.split(".")
+    return pieces[1] if len(pieces) > 1 and (PACKAGE / pieces[1]).is_dir() else ""
+
+
+def imports(file: Path) -> Iterator[str]:
+    """Every module of the package that a file imports, lazily or not."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("shoal"))
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("shoal"):
+            for alias in node.names:
+                inner = PACKAGE.parent / (node.module + "." + alias.name).replace(".", "/")
+                found = inner.with_suffix(".py").exists() or inner.is_dir()
+                yield f"{node.module}.{alias.name}" if found else node.module
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_imports_run_one_way(file: Path) -> None:
+    relative = file.relative_to(PACKAGE)
+    part = relative.parts[0] if len(relative.parts) > 1 else ""
+    if part:
+        for module in imports(file):
+            target = part_of(module)
+            assert target == part or target in ALLOWED[part], f"{relative} imports {module}"
+
+
+def test_algorithms_do_not_import_each_other() -> None:
+    for file in (PACKAGE / "algorithms").glob("*.py"):
+        assert not [module for module in imports(file) if part_of(module) == "algorithms"], file.name
+
+
+def test_engines_know_no_word_of_reinforcement_learning() -> None:
+    for file in (PACKAGE / "engines").glob("*.py"):
+        names = {node.id for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Name)}
+        assert not [name for name in names for word in FORBIDDEN_WORDS if word in name.lower()], file.name
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_files_stay_short(file: Path) -> None:
+    assert len(file.read_text().splitlines()) <= 400
+
+
+def settings() -> Iterator[tuple[Path, str, str]]:
+    """Every field of every settings model: file, class, name."""
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef) and any(
+                isinstance(base, ast.Name) and base.id == "Settings" for base in node.bases
+            ):
+                for item in node.body:
+                    if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+                        yield file, node.name, item.target.id
+
+
+def test_every_setting_is_read_somewhere() -> None:
+    read = set()
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                read.add(node.attr)
+    # Limits travel to the engine as a whole, under the same names.
+    unread = [f"{name}.{field}" for _, name, field in settings() if field not in read]
+    assert not unread
+
+
+def test_every_setting_has_a_sentence() -> None:
+    from shoal.core.settings import Settings
+    from shoal.experiment import Experiment, schema
+
+    schema()  # loads every algorithm
+    assert Experiment
+    waiting, seen = [Settings], 0
+    while waiting:
+        model = waiting.pop()
+        waiting += model.__subclasses__()
+        for name, field in model.model_fields.items():
+            if model.__module__.startswith("shoal"):
+                assert field.description, f"{model.__name__}.{name}"
+                assert field.description.rstrip().endswith("."), f"{model.__name__}.{name}"
+                seen += 1
+    assert seen > 50
+
+
+def test_nothing_is_unpickled() -> None:
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                assert not {alias.name for alias in node.names} & {"pickle", "dill", "cloudpickle", "multiprocessing"}
+            if isinstance(node, ast.Attribute) and node.attr == "load":
+                assert not (isinstance(node.value, ast.Name) and node.value.id == "torch"), file

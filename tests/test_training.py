@@ -1,0 +1,255 @@
+"""Whole runs: learning to a threshold, the same bits on every engine, and what happens when things break."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import shoal
+from shoal.core.errors import ShoalError
+from shoal.engines import ENGINES
+from shoal.services.journal import Journal
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "configs"
+EVERY = pytest.mark.parametrize("engine", [*ENGINES])
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Iterator[Any]:
+    """Start `shoal train` as a user does; whatever is left is ended."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(config: str, *words: str) -> subprocess.Popen[str]:
+        code = "from shoal.cli import main; main()"
+        arguments = ["train", str(CONFIGS / config), "--run-dir", str(tmp_path / "run"), "log_every=0.2", *words]
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT,
+            cwd=tmp_path,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+def until_learning(process: subprocess.Popen[str]) -> None:
+    """Read the log until the learner has made progress."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "lag" in line:
+            return
+    pytest.fail("the run ended before it learned anything")
+
+
+def worker_process(head: subprocess.Popen[str], name: str) -> psutil.Process:
+    """The process of a worker, which carries its name."""
+    return next(child for child in psutil.Process(head.pid).children() if child.cmdline()[-1] == f"shoal {name}")
+
+
+@EVERY
+@pytest.mark.parametrize("algorithm", ["impala", "ppo"])
+def test_cartpole_is_solved(engine: str, algorithm: str, tmp_path: Path) -> None:
+    two = {"actors": 2, "envs": 4} if algorithm == "ppo" else {}
+    run = shoal.train(CONFIGS / f"{algorithm}_cartpole.yaml", tmp_path / "run", engine=engine, **two)
+    assert run.solved
+    assert run.summary["best_evaluation"] >= 475
+    written = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert written == json.loads(json.dumps(run.summary))
+    assert written["steps"] > 0
+    assert written["updates"] > 0
+    assert len(written["weights_sha256"]) == 64
+    assert shoal.load(tmp_path / "run" / "config.yaml").engine == engine
+
+
+def test_continuous_control_is_learned(tmp_path: Path) -> None:
+    run = shoal.train(CONFIGS / "ppo_pendulum.yaml", tmp_path / "run")
+    assert run.solved  # a mean of -200; a random policy has about -1200
+
+
+@pytest.mark.parametrize("algorithm", ["impala", "ppo"])
+def test_memory_needs_the_lstm(algorithm: str, tmp_path: Path) -> None:
+    config = CONFIGS / f"{algorithm}_memory.yaml"
+    assert shoal.train(config, tmp_path / "with").solved
+    without = shoal.train(config, tmp_path / "without", steps=60_000, **{"algorithm.network.lstm": 0})
+    assert without.summary["best_evaluation"] < 0.6  # guessing gives 0 ± 0.16 over 40 episodes
+
+
+RECURRENT = {"hidden": [16], "lstm": 8, "normalise_observation": True, "normalise_reward": True}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "world"),
+    [
+        ({"name": "impala", "batch": 4, "unroll": 10, "network": RECURRENT}, {"id": "CartPole-v1"}),
+        ({"name": "ppo", "unroll": 16, "network": RECURRENT}, {"id": "Pendulum-v1"}),
+        ({"name": "ppo", "unroll": 4, "minibatches": 2}, {"id": "ALE/Pong-v5"}),
+    ],
+    ids=["impala-lstm", "ppo-lstm-continuous", "ppo-pong"],
+)
+def test_lockstep_gives_the_same_bits_on_every_engine(algorithm: Any, world: Any, tmp_path: Path) -> None:
+    steps = 128 if world["id"].startswith("ALE/") else 1200
+    base = {"environment": world, "algorithm": algorithm, "actors": 2, "envs": 2, "steps": steps, "lockstep": True}
+    quick = (
+        {"evaluation": {"episodes": 1, "every": 10**9}}
+        if steps == 128
+        else {"evaluation": {"episodes": 3, "every": 500}}
+    )
+    if steps == 128:
+        world["atari"] = {"max_frames": 400}
+    runs = {
+        (engine, seed): shoal.train(
+            {**base, **quick, "engine": engine, "seed": seed}, tmp_path / f"{engine}{seed}"
+        ).summary
+        for engine, seed in [("inline", 0), ("inline", 0), ("threads", 0), ("processes", 0), ("inline", 1)]
+    }
+    hashes = {key: summary["weights_sha256"] for key, summary in runs.items()}
+    assert hashes["inline", 0] == hashes["threads", 0] == hashes["processes", 0]
+    assert hashes["inline", 0] != hashes["inline", 1]
+    scores = [[item["mean"] for item in summary["evaluations"]] for key, summary in runs.items() if key[1] == 0]
+    assert scores[0]
+    assert all(score == scores[0] for score in scores)
+
+
+@EVERY
+@pytest.mark.parametrize("ending", ["termination", "truncation"])
+@pytest.mark.parametrize("kind", ["sequence", "padded", "nstep"])
+def test_time_is_aligned_through_every_engine(engine: str, ending: str, kind: str, tmp_path: Path) -> None:
+    config = {
+        "environment": {"id": "Counting", "arguments": {"length": 5, "ending": ending}},
+        "algorithm": {"name": "tests.programs:Checker", "truncates": ending == "truncation", "kind": kind},
+        "engine": engine,
+        "actors": 2,
+        "envs": 2,
+        "queue": 4,
+        "steps": 800,
+        "evaluation": {"episodes": 1},
+    }
+    run = shoal.train(config, tmp_path / "run")
+    assert run.summary["steps"] >= 800
+
+
+def test_a_killed_actor_is_replaced_and_the_run_ends_solved(command: Any, tmp_path: Path) -> None:
+    process = command("impala_cartpole.yaml", "evaluation.every=20000")
+    until_learning(process)
+    worker_process(process, "actor-0").kill()
+    _, log = process.communicate()
+    assert process.returncode == 0, log
+    assert "actor-0 was killed by SIGKILL" in log
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["solved"]
+    assert summary["workers"]["actor-0"]["restarts"] == 1
+
+
+def test_a_killed_learner_ends_the_run_with_a_word(command: Any) -> None:
+    process = command("impala_cartpole.yaml", "evaluation.target=null")
+    until_learning(process)
+    worker_process(process, "learner").kill()
+    _, log = process.communicate()
+    assert process.returncode == 1
+    assert "learner was killed by SIGKILL" in log
+
+
+def test_nothing_survives_a_killed_head(command: Any) -> None:
+    process = command("impala_cartpole.yaml", "evaluation.target=null")
+    until_learning(process)
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) >= 3
+    process.kill()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
+
+
+@EVERY
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_interrupt_ends_the_run_in_order(command: Any, engine: str, number: int, tmp_path: Path) -> None:
+    process = command("impala_cartpole.yaml", f"engine={engine}", "evaluation.target=null")
+    until_learning(process)
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    _, log = process.communicate()
+    assert process.returncode == 0, log
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped_by"] == "interrupted"
+    assert not psutil.wait_procs(family, timeout=10)[1]
+
+
+def test_a_budget_that_ends_unsolved_says_so(command: Any) -> None:
+    process = command("ppo_cartpole.yaml", "steps=500", "evaluation.every=500")
+    _, log = process.communicate()
+    assert process.returncode == 1
+    assert "NOT solved" in log
+
+
+@EVERY
+@pytest.mark.parametrize("how", ["raise", "nan"])
+def test_a_faulty_environment_is_restarted_and_counted(engine: str, how: str, tmp_path: Path) -> None:
+    config = {
+        "environment": {
+            "id": "tests.programs:Faulty-v0",
+            "arguments": {"healthy": 120, "how": how},
+            "metrics": {"coins": "last", "speed": "average"},
+        },
+        "algorithm": {"name": "ppo", "unroll": 16},
+        "engine": engine,
+        "actors": 1,
+        "envs": 2,
+        "steps": 1000,
+        "evaluation": {"episodes": 2},
+    }
+    run = shoal.train(config, tmp_path / "run")
+    assert run.summary["faults"] >= 6
+    assert run.summary["evaluations"][0]["metrics"]["speed"] == 2.0
+    assert run.summary["evaluations"][0]["metrics"]["coins"] >= 10
+
+
+@EVERY
+def test_an_environment_that_only_fails_ends_the_run_with_its_report(engine: str, tmp_path: Path) -> None:
+    config = {
+        "environment": {"id": "tests.programs:Faulty-v0", "arguments": {"healthy": 3}},
+        "algorithm": {"name": "ppo", "unroll": 16},
+        "engine": engine,
+        "actors": 1,
+        "envs": 2,
+        "steps": 1000,
+    }
+    with pytest.raises(ShoalError, match=r"faults in a row.*Faulty-v0, seed \d+.*failed at step 4") as caught:
+        shoal.train(config, tmp_path / "run")
+    assert "the simulator crashed" in str(caught.value)
+
+
+def test_a_run_in_a_thread_of_a_notebook_works(tmp_path: Path) -> None:
+    config = {"environment": {"id": "Identity"}, "algorithm": {"name": "ppo", "unroll": 8}, "engine": "inline"}
+    runs: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: runs.append(shoal.train({**config, "actors": 1, "steps": 500}, tmp_path / "run"))
+    )
+    thread.start()
+    thread.join()
+    assert runs[0].summary["steps"] >= 500
+
+
+def test_the_first_reason_to_stop_stays() -> None:
+    journal = Journal(target=1.0)
+    journal.evaluated({"steps": 1, "mean": 2.0, "scores": [2.0], "metrics": {}})
+    journal.stop("interrupted")
+    assert journal.stopping() == "target"
