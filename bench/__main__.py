@@ -27,7 +27,8 @@ console = Console(width=None if os.isatty(1) else 160)
 def train_all(configs: list[str], options: argparse.Namespace) -> Tables:
     """Ours and the peers' in turn, as often as there are rounds; a row is the round of the median rate."""
     bounds = {config: limits(config, min(options.seconds, 5.0)) for config in configs}
-    rivals = [(config, *peer) for config in configs for peer in peers.TRAINING.get(config, []) if options.peers]
+    rivals = [(config, *peer) for config in configs for peer in peers.TRAINING.get(config, ())]
+    rivals = rivals if options.peers else []
     found: Tables = {name: [] for name in (*configs, *(rival[1] for rival in rivals))}
     for _ in range(options.rounds):
         for config in configs:
@@ -66,7 +67,7 @@ def solve_all(options: argparse.Namespace) -> Tables:
     names = dict.fromkeys(row["who"] for row in rows)
     middle = {name: median(row["seconds"] for row in rows if row["who"] == name) for name in names}
     rival = middle.get(peers.SOLVING)
-    medians = [{"who": name, "seconds": value, "x_peer": rival and value / rival} for name, value in middle.items()]
+    medians = [{"who": who, "seconds": took, "x_peer": rival and took / rival} for who, took in middle.items()]
     return {"seeds": rows, "medians": medians}
 
 
@@ -112,7 +113,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="name", help=f"any of {', '.join(BENCHMARKS)}; none: all")
     parser.add_argument("--seconds", type=float, default=30.0, help="length of each measured window")
     parser.add_argument("--rounds", type=int, default=1, help="how often training is measured, peers in turn")
-    parser.add_argument("--peers", type=Path, help="folder of peers' drivers and virtual environments sb3 and sf")
+    parser.add_argument("--peers", type=Path, help="folder of peers' drivers and environments sb3 and sf")
     parser.add_argument("--json", type=Path, help="file for the JSON document")
     options = parser.parse_args()
     if unknown := [name for name in options.names if name not in BENCHMARKS]:

@@ -73,7 +73,7 @@ def serve_bare(connection: Any, shared: Any) -> None:
 
 
 class Bare:
-    """The least that a transport between processes does: bytes come to lie in the other process, which says so."""
+    """The least that a transport does: bytes come to lie in the other process, and it says so."""
 
     def __init__(self, size: int) -> None:
         """Start the other end."""
@@ -138,7 +138,7 @@ def _contest(contest: dict[str, Any], size: int, seconds: float) -> list[dict[st
                 call()
                 times.append(time.perf_counter() - now)
             taken[name].append(1e6 * np.percentile(times, [50, 99]))
-    p50, p99 = ({name: np.array(rounds[1:])[:, column] for name, rounds in taken.items()} for column in (0, 1))
+    p50, p99 = ({name: np.array(rounds[1:])[:, part] for name, rounds in taken.items()} for part in (0, 1))
     return [
         {
             "call": name,
@@ -146,7 +146,7 @@ def _contest(contest: dict[str, Any], size: int, seconds: float) -> list[dict[st
             "p50_us": np.median(p50[name]),
             "p99_us": np.median(p99[name]),
             "mb_s": np.median(size / p50[name]),
-            **{f"x_{who}": np.median(p50[name] / p50[who]) if who in p50 else None for who in ("pipe", "block")},
+            **{f"x_{who}": np.median(p50[name] / p50[who]) for who in ("pipe", "block") if who in p50},
         }
         for name in contest
     ]

@@ -19,7 +19,7 @@ def limits(config: str, seconds: float) -> dict[str, Any]:
     cores = sorted(os.sched_getaffinity(0))
     (alone,), together = _on_cores(config, seconds, cores[:1]), _on_cores(config, seconds, cores)
     parts = ("environment", "acting", "learning")
-    environment, acting, learning = (1e6 * float(np.mean([each[part] for each in together])) for part in parts)
+    environment, acting, learning = (1e6 * float(np.mean([one[part] for one in together])) for part in parts)
     return {
         "environment_us": environment,
         "policy_us": acting - environment,
@@ -33,7 +33,8 @@ def limits(config: str, seconds: float) -> dict[str, Any]:
 def _on_cores(config: str, seconds: float, cores: list[int]) -> list[dict[str, float]]:
     context = multiprocessing.get_context("spawn")
     answers, barrier = context.SimpleQueue(), context.Barrier(len(cores))
-    processes = [context.Process(target=_measure, args=(config, seconds, core, barrier, answers)) for core in cores]
+    shared = (config, seconds, barrier, answers)
+    processes = [context.Process(target=_measure, args=(*shared, core)) for core in cores]
     for process in processes:
         process.start()
     for process in processes:
@@ -43,7 +44,7 @@ def _on_cores(config: str, seconds: float, cores: list[int]) -> list[dict[str, f
     return [answers.get() for _ in processes]
 
 
-def _measure(config: str, seconds: float, core: int, barrier: Any, answers: Any) -> None:
+def _measure(config: str, seconds: float, barrier: Any, answers: Any, core: int) -> None:
     """Seconds of one core per step: of the environments alone, of acting with them, and of learning."""
     os.sched_setaffinity(0, {core})
     from shoal import envs

@@ -21,7 +21,7 @@ SOLVING = "Stable-Baselines3 PPO"
 
 def drive(folder: Path, virtual: str, words: list[str]) -> dict[str, Any]:
     """Run a driver, and read the JSON line that it prints last."""
-    python = folder.absolute() / virtual / "bin" / "python"
+    python = str(folder.absolute() / virtual / "bin" / "python")
     with tempfile.TemporaryDirectory() as scratch:
         command = [python, *words, *([f"--dir={scratch}"] if virtual == "sf" else [])]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -35,10 +36,19 @@ class Queue:
             return False
         if self.memory is None:
             self.memory = map_tree(lambda x: np.empty((len(x), self.capacity, *x.shape[2:]), x.dtype), content)
-        slots = [self.free.popleft() for _ in version]
-        map_tree(lambda memory, x: memory.__setitem__((slice(None), _index(slots)), x), self.memory, content)
+        slots = list(islice(self.free, len(version)))
+        index = _index(slots)
+
+        def write(memory: Array, x: Array) -> None:
+            if x.shape != (shape := (len(memory), len(slots), *memory.shape[2:])):
+                raise ValueError(f"items of shape {x.shape} came where those before had {shape}")
+            memory[:, index] = x
+
+        map_tree(write, self.memory, content)
         self.version[slots] = version
-        self.filled.extend(slots)
+        for slot in slots:  # only now, so that items which do not fit take no place
+            self.free.popleft()
+            self.filled.append(slot)
         return True
 
     def get(self, size: int, oldest: int = 0) -> Mapping[str, Tree] | None:
@@ -70,6 +80,6 @@ class Queue:
 
 def _index(slots: list[int]) -> Any:
     """A slice where the slots run on, since slices copy faster than lists."""
-    if slots == list(range(slots[0], slots[0] + len(slots))):
+    if slots and slots == list(range(slots[0], slots[0] + len(slots))):
         return slice(slots[0], slots[0] + len(slots))
     return slots
