@@ -7,6 +7,8 @@ import json
 import os
 import platform
 import re
+import signal
+import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -67,7 +69,7 @@ def solve_all(options: argparse.Namespace) -> Tables:
     names = dict.fromkeys(row["who"] for row in rows)
     middle = {name: median(row["seconds"] for row in rows if row["who"] == name) for name in names}
     rival = middle.get(peers.SOLVING)
-    medians = [{"who": who, "seconds": took, "x_peer": rival and took / rival} for who, took in middle.items()]
+    medians = [{"who": who, "seconds": s, "x_peer": rival and s / rival} for who, s in middle.items()]
     return {"seeds": rows, "medians": medians}
 
 
@@ -116,6 +118,7 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, help="folder of peers' drivers and environments sb3 and sf")
     parser.add_argument("--json", type=Path, help="file for the JSON document")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended too
     if unknown := [name for name in options.names if name not in BENCHMARKS]:
         parser.error(f"unknown benchmark {unknown[0]!r}: choose from {', '.join(BENCHMARKS)}")
     if options.peers is None:

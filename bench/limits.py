@@ -34,7 +34,7 @@ def _on_cores(config: str, seconds: float, cores: list[int]) -> list[dict[str, f
     context = multiprocessing.get_context("spawn")
     answers, barrier = context.SimpleQueue(), context.Barrier(len(cores))
     shared = (config, seconds, barrier, answers)
-    processes = [context.Process(target=_measure, args=(*shared, core)) for core in cores]
+    processes = [context.Process(target=_measure, args=(*shared, core), daemon=True) for core in cores]
     for process in processes:
         process.start()
     for process in processes:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -13,6 +15,7 @@ from pydantic import BaseModel, Field, ValidationError, field_serializer, field_
 
 from shoal.algorithms import ALGORITHMS
 from shoal.algorithms import find as find_algorithm
+from shoal.core.algorithm import Algorithm
 from shoal.core.errors import SettingsError, ShoalError
 from shoal.core.recipe import path_of
 from shoal.core.settings import Schedule, Settings
@@ -63,15 +66,20 @@ class Experiment(Settings):
     @field_validator("algorithm", mode="before")
     @classmethod
     def _find_algorithm(cls, value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            return value
-        if "name" not in value:
-            raise ValueError(f"needs a name: {', '.join(ALGORITHMS)}, or your own as package.module:Class")
-        try:
-            found = find_algorithm(value["name"])
-        except ShoalError as error:
-            raise ValueError(str(error)) from None
-        return found.model_validate({key: item for key, item in value.items() if key != "name"})
+        if not isinstance(value, BaseModel):
+            if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+                raise ValueError(f"needs a name: {', '.join(ALGORITHMS)}, or your own as package.module:Class")
+            try:
+                found = find_algorithm(value["name"])
+            except ShoalError as error:
+                raise ValueError(str(error)) from None
+            if not issubclass(found, BaseModel):
+                raise ValueError(f"{value['name']} is not an algorithm: derive it from shoal.core.settings.Settings")
+            value = found.model_validate({key: item for key, item in value.items() if key != "name"})
+        missing = [name for name in vars(Algorithm) if not (name.startswith("_") or hasattr(value, name))]
+        if missing:
+            raise ValueError(f"{type(value).__name__} is not an algorithm: it has no {', '.join(missing)}")
+        return value
 
     @field_serializer("algorithm")
     def _name_algorithm(self, algorithm: Any) -> Any:
@@ -95,9 +103,11 @@ class Experiment(Settings):
                 f"algorithm.batch {self.batch_size} can never fill: with max_lag 0, "
                 f"{self.actor_count} actors of {self.envs} environments give {produced} items per update"
             )
-        if self.envs > self.queue * self.batch_size:
+        # What waits is a multiple of both sizes' common divisor. Were it too much for one more put and still too little
+        # for a batch, actors and learner would wait for each other.
+        if self.envs - math.gcd(self.envs, self.batch_size) > (self.queue - 1) * self.batch_size:
             raise ValueError(
-                f"the {self.envs} items of one actor do not fit in queue × batch = "
+                f"the {self.envs} items of one actor do not fit beside an unfinished batch in queue × batch = "
                 f"{self.queue * self.batch_size}: raise queue or algorithm.batch, or lower envs"
             )
         return self
@@ -139,12 +149,18 @@ def load(config: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | 
             tree = yaml.safe_load(Path(config).read_text())
         except OSError as error:
             raise SettingsError(f"cannot read {config}: {error.strerror}{nearest_file(Path(config))}") from None
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are no text, dates that are none
             raise SettingsError(f"{config} is not YAML: {error}") from None
         if not isinstance(tree, dict):
             raise SettingsError(f"{config} must hold a mapping of settings, such as `steps: 100000`")
-    for key, value in (overrides or {}).items():
-        tree = merged(tree, key.split("."), value)
+    # The whole before its parts, so that no order of the words loses any.
+    for key, value in sorted(
+        (overrides or {}).items(), key=lambda pair: (pair[0].count("."), pair[0] != "algorithm.name")
+    ):
+        if key == "algorithm.name":
+            tree = merged(tree, ["algorithm"], {"name": value})  # drops the settings of another algorithm
+        else:
+            tree = merged(tree, key.split("."), value)
     try:
         return Experiment.model_validate(tree)
     except ValidationError as error:
@@ -165,7 +181,7 @@ def parse_overrides(words: list[str]) -> dict[str, Any]:
             raise SettingsError(f"{word!r} is not a setting: write key=value, such as algorithm.lr=1e-3")
         try:
             overrides[key] = yaml.safe_load(text)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError):
             raise SettingsError(f"{key}: {text!r} is not a YAML value") from None
     return overrides
 
@@ -176,7 +192,7 @@ def merged(tree: Any, path: list[str], value: Any) -> Any:
         if (
             isinstance(value, Mapping)
             and isinstance(tree, Mapping)
-            and value.get("name", tree.get("name")) == tree.get("name")
+            and value.get("name", tree.get("name")) == tree.get("name", value.get("name"))
         ):
             for key, item in value.items():
                 tree = merged(tree, [key], item)
@@ -191,17 +207,24 @@ def explain(error: ValidationError, tree: Any) -> str:
     lines = []
     for problem in error.errors():
         path = [str(part) for part in problem["loc"]]
-        message = problem["msg"].removeprefix("Value error, ")
-        if error.title not in ("Experiment",) and path[:1] != ["algorithm"]:
-            path = ["algorithm", *path]  # raised while an algorithm's own settings were read
-        model = _model_at(path[:-1], tree)
-        if problem["type"] == "extra_forbidden" and model is not None:
-            known = [*model.model_fields, *(["name"] if path[:-1] == ["algorithm"] else [])]
-            message = f"unknown setting; allowed: {', '.join(known)}{nearest(path[-1], known)}"
-        elif problem["type"] != "value_error":
-            message = f"{message}, got {problem['input']!r}"
-        lines.append(f"{'.'.join(path) or 'settings'}: {message}")
+        lines.append(f"{'.'.join(path) or 'settings'}: {_complaint(problem, path, tree)}")
     return "\n".join(lines)
+
+
+def _complaint(problem: Any, path: list[str], tree: Any) -> str:
+    """What is wrong in one place."""
+    kind, message = problem["type"], problem["msg"].removeprefix("Value error, ")
+    model = _model_at(path[:-1], tree)
+    if kind == "extra_forbidden" and model is not None:
+        known = [name for name, field in model.model_fields.items() if not field.exclude]
+        known += ["name"] if path[:-1] == ["algorithm"] else []
+        return f"unknown setting; allowed: {', '.join(known)}{nearest(path[-1], known)}"
+    if kind == "missing" and model is not None:
+        return f"missing; {model.model_fields[path[-1]].description}"
+    if kind == "value_error":
+        return message  # type: ignore[no-any-return]
+    choices = re.findall(r"'([^']*)'", problem["ctx"]["expected"]) if kind == "literal_error" else []
+    return f"{message}, got {problem['input']!r}{nearest(str(problem['input']), choices)}"
 
 
 def _model_at(path: list[str], tree: Any) -> type[BaseModel] | None:
@@ -220,6 +243,7 @@ def _model_at(path: list[str], tree: Any) -> type[BaseModel] | None:
 
 def as_yaml(experiment: Experiment) -> str:
     """The full settings as YAML, each with its sentence as a comment."""
+    path_of(type(experiment.algorithm))  # pydantic would hide its error in one of its own
     return "\n".join(_lines(experiment, experiment.model_dump(mode="json"), 0)) + "\n"
 
 
@@ -247,6 +271,7 @@ def schema() -> dict[str, Any]:
         part["properties"] = {"name": {"const": name}, **part["properties"]}
         part["required"] = ["name", *part.get("required", [])]
         choices.append(part)
+    choices.append({"properties": {"name": {"type": "string", "pattern": ":"}}, "required": ["name"], "type": "object"})
     document["properties"]["algorithm"] = {
         "oneOf": choices,
         "description": "The algorithm: `name` and its settings.",

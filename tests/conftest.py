@@ -12,6 +12,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the suite is about behaviour, which is the same everywhere
 
 
 def open_sockets() -> set[str]:

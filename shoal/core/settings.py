@@ -14,7 +14,8 @@ POWER = 2.0  # of the polynomial shape, where none is given
 class Settings(BaseModel):
     """Frozen settings; an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=False)
+    # Without "constants", an infinity would be written down as nothing.
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=False, ser_json_inf_nan="constants")
 
 
 class Schedule(Settings):

@@ -48,11 +48,28 @@ def as_bytes(array: Array) -> memoryview:
     return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
 
+def plain(value: Any) -> bytes | None:
+    """The message for a value without arrays; None: it holds something that is not text or a number."""
+    try:
+        tree = json.dumps(value)
+    except TypeError:
+        return None
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"cannot send this value: {error}") from error
+    _check_keys(tree, 0)
+    header = f"[{tree},[]]".encode()
+    if len(header) > HEADER_LIMIT:
+        raise WireError(f"message too large: header {len(header)} B")
+    return PREFIX.pack(MAGIC, VERSION, 0, len(header), 0) + header
+
+
 def encode(value: Any, block: memoryview | None = None, threshold: int = THRESHOLD) -> list[Buffer]:
     """Turn a value into buffers; arrays of at least `threshold` bytes go into the shared block if one is given.
 
     The block must have room (see `shared_size`); mapping keys must be strings other than `$`.
     """
+    if (message := plain(value)) is not None:
+        return [message]
     arrays: list[Array] = []
 
     def stand_in(item: Any) -> Any:
@@ -71,9 +88,7 @@ def encode(value: Any, block: memoryview | None = None, threshold: int = THRESHO
         tree = json.dumps(value, default=stand_in)
     except (TypeError, ValueError, RecursionError) as error:
         raise WireError(f"cannot send this value: {error}") from error
-    # Inside text a quote is escaped, so what follows can only be keys: those of the references, and no others.
-    if tree.count('{"$": ') != len(arrays) or ', "$": ' in tree:
-        raise WireError("cannot send a mapping with the key '$', which marks a reference to an array")
+    _check_keys(tree, len(arrays))
     table: list[list[Any]] = []
     inline: list[Buffer] = []
     here = there = 0
@@ -98,6 +113,13 @@ def encode(value: Any, block: memoryview | None = None, threshold: int = THRESHO
     return [PREFIX.pack(MAGIC, VERSION, 0, len(header), here) + header, *inline]
 
 
+def _check_keys(tree: str, references: int) -> None:
+    """Refuse mappings that use the key of a reference for something else."""
+    # Inside text a quote is escaped, so what is counted can only be keys.
+    if tree.count('{"$": ') != references or ', "$": ' in tree:
+        raise WireError("cannot send a mapping with the key '$', which marks a reference to an array")
+
+
 def shared_size(value: Any, threshold: int = THRESHOLD) -> int:
     """Room that the arrays of a value would take in a shared block."""
     if isinstance(value, np.ndarray):
@@ -109,11 +131,11 @@ def shared_size(value: Any, threshold: int = THRESHOLD) -> int:
     return 0
 
 
-def length(prefix: Buffer, limit: int = BODY_LIMIT) -> int:
-    """Bytes of the whole message that starts with this prefix."""
-    if len(prefix) < PREFIX.size:
-        raise WireError(f"message of {len(prefix)} B is shorter than its prefix of {PREFIX.size} B")
-    magic, version, flags, header, body = PREFIX.unpack_from(prefix)
+def sizes(data: Buffer, offset: int = 0, limit: int = BODY_LIMIT) -> tuple[int, int]:
+    """Bytes of the header and of the body of the message that starts at the offset."""
+    if len(data) < offset + PREFIX.size:
+        raise WireError(f"message of {len(data) - offset} B is shorter than its prefix of {PREFIX.size} B")
+    magic, version, flags, header, body = PREFIX.unpack_from(data, offset)
     if magic != MAGIC:
         raise WireError("not a Shoal message: wrong magic")
     if version != VERSION:
@@ -122,21 +144,27 @@ def length(prefix: Buffer, limit: int = BODY_LIMIT) -> int:
         raise WireError(f"unknown flags {flags:#x}")
     if header > HEADER_LIMIT or body > limit:
         raise WireError(f"message too large: header {header} B, body {body} B, limits {HEADER_LIMIT} and {limit}")
-    return int(PREFIX.size + header + body)
+    return header, body
 
 
 def decode(data: Buffer, block: Buffer | None = None, limit: int = BODY_LIMIT) -> Any:
     """Read a value back; its arrays are views into `data` or into the shared block."""
     view = memoryview(data)
-    if (total := length(view, limit)) != len(view):
+    header, body = sizes(view, 0, limit)
+    if (total := PREFIX.size + header + body) != len(view):
         raise WireError(f"message of {len(view)} B announces {total} B")
-    header_end = PREFIX.size + PREFIX.unpack_from(view)[3]
-    body = view[header_end:]
+    return parse(view, header, block)
+
+
+def parse(view: memoryview, header: int, block: Buffer | None = None) -> Any:
+    """Read the value of a whole message whose header has so many bytes."""
+    end = PREFIX.size + header
     try:
-        document = json.loads(bytes(view[PREFIX.size : header_end]))
-        tree, table = document
-        arrays = [_array(entry, body, block) for entry in table]
-        return _fill(tree, arrays) if arrays else _plain(tree)
+        text = str(view[PREFIX.size : end], "utf-8")
+        tree, table = json.loads(text)
+        if not table and '"$"' not in text and "\\" not in text:  # nothing refers to an array
+            return tree
+        return _fill(tree, [_array(entry, view[end:], block) for entry in table])
     except WireError:
         raise
     except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError) as error:
@@ -171,8 +199,3 @@ def _fill(node: Any, arrays: list[Array]) -> Any:
             return arrays[index]
         return {key: _fill(value, arrays) for key, value in node.items()}
     return [_fill(value, arrays) for value in node] if isinstance(node, list) else node
-
-
-def _plain(node: Any) -> Any:
-    """A tree that must hold no reference, checked only where one could hide."""
-    return _fill(node, []) if isinstance(node, dict | list) else node

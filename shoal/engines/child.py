@@ -73,7 +73,7 @@ def answer_calls(pipe: Pipe, services: Mapping[str, Any], ready: threading.Event
             except Exception:
                 pipe.send([False, traceback.format_exc()])
             else:
-                if value is not None and value is not False:
+                if value is True:  # something was taken in, which the worker here may wait for
                     bell.ring()
             del args
     except (ShoalError, OSError, ValueError, TypeError):

@@ -12,7 +12,8 @@ from typing import Any
 
 from shoal.core.types import Work
 
-LONGEST_PAUSE = 0.005  # how late a waiting worker may notice that something came
+SHORTEST, LONGEST = 0.0002, 0.05  # seconds between two looks of a waiting worker
+LATENESS = 1 / 8  # the share of its waiting time by which a worker may notice late that something came
 
 
 @dataclass
@@ -131,18 +132,18 @@ def advance(work: Work, activity: Activity) -> bool | None:
 
 def drive(work: Work, activity: Activity, bell: Bell, stopped: Callable[[], bool]) -> None:
     """Advance a worker until it ends, pausing a little longer each time it has to wait."""
-    pause = 0.0002
+    waiting_since: float | None = None
     while not stopped():
         moved = advance(work, activity)
         if moved is None:
             return
         if moved:
-            pause = 0.0002
+            waiting_since = None
             continue
-        start = time.perf_counter()
-        bell.wait(pause)
-        activity.wait(activity.last, time.perf_counter() - start)
-        pause = min(pause * 2, LONGEST_PAUSE)
+        now = time.perf_counter()
+        waiting_since = waiting_since or now
+        bell.wait(min(max((now - waiting_since) * LATENESS, SHORTEST), LONGEST))
+        activity.wait(activity.last, time.perf_counter() - now)
 
 
 def stacks(names: Mapping[int, str]) -> str:

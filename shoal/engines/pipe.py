@@ -40,7 +40,7 @@ class Pipe:
         self.socket = connection
         self._outgoing: mmap.mmap | None = None  # written here, read by the other end
         self._incoming: mmap.mmap | None = None
-        self._rest = bytearray()
+        self._rest = b""
         self._descriptors: list[int] = []
 
     @staticmethod
@@ -58,13 +58,13 @@ class Pipe:
     def send(self, value: Any, descriptors: tuple[int, ...] = ()) -> None:
         """Send a value, with file descriptors for the other process if there are any."""
         new: tuple[int, ...] = ()
-        if need := wire.shared_size(value):
-            if self._outgoing is None or len(self._outgoing) < need:
-                new = (self._grow(need),)
-            assert self._outgoing is not None
-            buffers = wire.encode(value, memoryview(self._outgoing))
+        if (message := wire.plain(value)) is not None:
+            buffers: list[wire.Buffer] = [message]
         else:
-            buffers = wire.encode(value)
+            need = wire.shared_size(value)
+            if need > (len(self._outgoing) if self._outgoing is not None else 0):
+                new = (self._grow(need),)
+            buffers = wire.encode(value, memoryview(self._outgoing) if self._outgoing is not None else None)
         # The first byte counts the descriptors, and whether the first of them is the new shared block.
         data = b"".join([bytes([len(new) + 2 * len(descriptors)]), *buffers])
         try:
@@ -91,47 +91,46 @@ class Pipe:
     def receive(self, copy: bool = True) -> tuple[Any, list[int]]:
         """Wait for a value and its descriptors; without `copy`, large arrays are valid until the next message."""
         try:
-            message, counts = self._read()
+            message, header, counts = self._read()
         except (TimeoutError, BlockingIOError) as error:
             raise DeadlineExceeded("no answer in time") from error
         except ConnectionError as error:
             raise ServiceLost("the other process has gone") from error
-        if counts & 1:
-            block = self._descriptors.pop(0)
-            self._incoming = mmap.mmap(block, os.fstat(block).st_size)
-            os.close(block)
-        descriptors, self._descriptors = self._descriptors[: counts >> 1], self._descriptors[counts >> 1 :]
-        shared = memoryview(self._incoming) if self._incoming is not None else None
-        value = wire.decode(message, shared)
-        return (_owned(value) if copy and shared is not None else value), descriptors
+        descriptors: list[int] = []
+        if counts:
+            if counts & 1:
+                block = self._descriptors.pop(0)
+                self._incoming = mmap.mmap(block, os.fstat(block).st_size)
+                os.close(block)
+            descriptors, self._descriptors = self._descriptors[: counts >> 1], self._descriptors[counts >> 1 :]
+        if self._incoming is None:
+            return wire.parse(message, header), descriptors
+        value = wire.parse(message, header, memoryview(self._incoming))
+        return (_owned(value) if copy else value), descriptors
 
-    def _read(self) -> tuple[bytearray, int]:
-        """The next message and its byte of counts; what came after it is kept."""
-        data = self._rest
+    def _read(self) -> tuple[memoryview, int, int]:
+        """The next message, the length of its header and its byte of counts; what came after it is kept."""
+        data, self._rest = self._rest or self._more(), b""
         while len(data) < 1 + wire.PREFIX.size:
-            data += self._more(CHUNK)
-        total = 1 + wire.length(memoryview(data)[1:])
+            data += self._more()
+        header, body = wire.sizes(data, 1)
+        total = 1 + wire.PREFIX.size + header + body
         if len(data) > total:
-            self._rest = data[total:]
-            return data[1:total], data[0]
-        self._rest = bytearray()
-        if len(data) == total:
-            counts = data[0]
-            del data[0]
-            return data, counts
-        message = bytearray(total - 1)
-        begin = len(data) - 1
-        message[:begin] = memoryview(data)[1:]
-        view = memoryview(message)[begin:]
+            data, self._rest = data[:total], data[total:]
+        if len(data) == total and not body:
+            return memoryview(data)[1:], header, data[0]
+        message = bytearray(total)  # arrays in it can be written to, as those in shared memory can
+        message[: len(data)] = data
+        view = memoryview(message)[len(data) :]
         while view:
             count = self.socket.recv_into(view)
             if not count:
                 raise ServiceLost("the other process went away in the middle of a message")
             view = view[count:]
-        return message, data[0]
+        return memoryview(message)[1:], header, data[0]
 
-    def _more(self, size: int) -> bytes:
-        data, control, _, _ = self.socket.recvmsg(size, DESCRIPTORS)
+    def _more(self) -> bytes:
+        data, control, _, _ = self.socket.recvmsg(CHUNK, DESCRIPTORS)
         if not data:
             raise ServiceLost("the other process has gone")
         for _, _, payload in control:

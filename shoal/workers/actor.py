@@ -16,6 +16,7 @@ from shoal.workers.policy import Follower
 
 def act(experiment: Any, index: int, store: Any, parameters: Any, journal: Any) -> Work:
     """Fill the store with experience of the newest policy; one unit of work is one put."""
+    torch.set_num_threads(1)  # the other cores belong to the other workers
     algorithm, size = experiment.algorithm, experiment.envs
     worlds = envs.make(experiment.environment, size, seed=int(np.random.randint(2**31)))
     try:
@@ -37,7 +38,7 @@ def act(experiment: Any, index: int, store: Any, parameters: Any, journal: Any) 
                 while algorithm.max_lag == 0 and not fresh:
                     yield False
                     fresh = policy.follow(parameters)
-            torch.set_num_threads(1)
+            torch.set_num_threads(1)  # again, since workers of one process share the number
             with torch.inference_mode():
                 choice = algorithm.act(policy.net, Step(*(to_torch(part, policy.device) for part in step)), carry, rank)
             carry, action = choice.carry, choice.action.cpu().numpy()

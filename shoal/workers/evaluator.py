@@ -18,6 +18,7 @@ WIDEST = 32  # environments stepped together
 
 def evaluate(experiment: Any, parameters: Any, journal: Any) -> Work:
     """Score the weights each time enough steps have passed, and the last ones; one unit of work is one score."""
+    torch.set_num_threads(1)
     settings = experiment.evaluation
     size = min(settings.episodes, WIDEST)
     worlds = envs.make(experiment.environment, size, seed=int(np.random.randint(2**31)), evaluation=True)

@@ -72,19 +72,19 @@ def test_limits_on_what_is_received():
     with pytest.raises(WireError, match=r"message too large: .* body 128 B, limits \d+ and 127"):
         wire.decode(data, limit=127)
     with pytest.raises(WireError, match="message too large"):
-        wire.length(data[: wire.PREFIX.size], limit=127)
+        wire.sizes(data[: wire.PREFIX.size], limit=127)
     for claims in (
         {"header_size": wire.HEADER_LIMIT + 1},
         {"body_size": wire.BODY_LIMIT + 1},
         {"body_size": 2**64 - 1},
     ):
         with pytest.raises(WireError, match="message too large"):
-            wire.length(raw(b"[1, []]", **claims))
+            wire.sizes(raw(b"[1, []]", **claims))
 
 
 def test_the_prefix_tells_the_length_of_the_message():
     data = packed({"a": np.zeros(1000)})
-    assert wire.length(data[: wire.PREFIX.size]) == len(data)
+    assert wire.PREFIX.size + sum(wire.sizes(data[: wire.PREFIX.size])) == len(data)
 
 
 def test_another_version_is_named():
