@@ -39,7 +39,7 @@ class Shelf:
     def put(self, tree: Tree) -> bool:
         """Copy a tree in."""
         self.kept = self.kept or map_tree(np.empty_like, tree)
-        map_tree(np.copyto, self.kept, tree)
+        map_tree(lambda mine, theirs: mine.__setitem__(..., theirs), self.kept, tree)
         return True
 
     def get(self) -> Any:

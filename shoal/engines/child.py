@@ -45,7 +45,7 @@ class Remote:
                 self._pipe = self._connect()
             self._activity.call(name)
             try:
-                self._pipe.send([self._service, method, args])
+                self._pipe.send((self._service, method, args))
                 (answered, value), _ = self._pipe.receive()
             except (DeadlineExceeded, ServiceLost) as error:
                 raise type(error)(f"{name}: {error}") from None
@@ -67,11 +67,11 @@ def answer_calls(pipe: Pipe, services: Mapping[str, Any], ready: threading.Event
             (name, method, args), _ = pipe.receive(copy=False)
             try:
                 value = getattr(services[name], method)(*args)
-                pipe.send([True, value])
+                pipe.send((True, value))
             except (ServiceLost, WireError):
                 raise
             except Exception:
-                pipe.send([False, traceback.format_exc()])
+                pipe.send((False, traceback.format_exc()))
             else:
                 if value is True:  # something was taken in, which the worker here may wait for
                     bell.ring()

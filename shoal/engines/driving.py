@@ -37,8 +37,9 @@ class Activity:
 
     def answered(self) -> None:
         """Mark its end, and count its time as waiting."""
-        self.last, self.calling = self.calling, ""
-        self.wait(self.last, time.monotonic() - self.since)
+        self.last = name = self.calling
+        self.calling = ""
+        self.waiting[name] = self.waiting.get(name, 0.0) + time.monotonic() - self.since
 
     def wait(self, name: str, seconds: float) -> None:
         """Count seconds spent waiting for a service."""

@@ -59,6 +59,9 @@ class Pipe:
         """Send a value, with file descriptors for the other process if there are any."""
         new: tuple[int, ...] = ()
         if (message := wire.plain(value)) is not None:
+            if not descriptors:  # most messages
+                self._write(b"\0" + message)
+                return
             buffers: list[wire.Buffer] = [message]
         else:
             need = wire.shared_size(value)
@@ -67,20 +70,21 @@ class Pipe:
             buffers = wire.encode(value, memoryview(self._outgoing) if self._outgoing is not None else None)
         # The first byte counts the descriptors, and whether the first of them is the new shared block.
         data = b"".join([bytes([len(new) + 2 * len(descriptors)]), *buffers])
+        self._write(data, [*new, *descriptors])
+        for descriptor in new:
+            os.close(descriptor)
+
+    def _write(self, data: bytes, descriptors: list[int] | None = None) -> None:
         try:
-            if new or descriptors:
-                sent = socket.send_fds(self.socket, [data], [*new, *descriptors])
-                if sent < len(data):
-                    self.socket.sendall(memoryview(data)[sent:])
-            else:
+            if descriptors:
+                sent = socket.send_fds(self.socket, [data], descriptors)
+                data = data[sent:]
+            if data:
                 self.socket.sendall(data)
         except (TimeoutError, BlockingIOError) as error:
             raise DeadlineExceeded("the other process does not take the message") from error
-        except (BrokenPipeError, ConnectionError) as error:
+        except ConnectionError as error:
             raise ServiceLost("the other process has gone") from error
-        finally:
-            for descriptor in new:
-                os.close(descriptor)
 
     def _grow(self, need: int) -> int:
         size = max(1 << 20, 1 << (need - 1).bit_length())
