@@ -138,6 +138,11 @@ def test_the_same_algorithm_keeps_its_settings(words):
     assert load(IMPALA, parse_overrides(words)) == load(IMPALA)
 
 
+def test_a_name_joins_settings_that_had_none():
+    unnamed = IMPALA | {"algorithm": {"unroll": 5}}
+    assert load(unnamed, {"algorithm.name": "ppo"}).algorithm == Ppo(unroll=5)
+
+
 # Mistakes.
 
 BOTH = ", ".join(ALGORITHMS)

@@ -15,6 +15,7 @@ from shoal.core.settings import Settings
 from shoal.core.types import ArraySpec
 
 NATURE_SMALLEST = 36  # the three convolutions of the Nature network leave nothing of a smaller image
+PIECE = 128  # images of 84 × 84 whose activations a processor's cache holds; measured 15 % faster than 672 at once
 RESIDUAL_GAIN = math.sqrt(2 / 6)  # six blocks together then about double the variance, not each of them
 
 Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
@@ -94,12 +95,26 @@ class Residual(nn.Module):
         return x + self.body(x)  # type: ignore[no-any-return]  # nn.Module.__call__ is untyped
 
 
+class InPieces(nn.Module):
+    """A convolutional network that takes its images in pieces small enough for a processor's cache."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [N, C, H, W] to [N, features]."""
+        if x.device.type != "cpu" or len(x) <= PIECE:
+            return self.body(x)  # type: ignore[no-any-return]  # nn.Module.__call__ is untyped
+        return torch.cat([self.body(piece) for piece in x.tensor_split(-(-len(x) // PIECE))])
+
+
 def _convolutions(layers: list[nn.Module], shape: tuple[int, ...], units: int) -> nn.Sequential:
     """Close a stack of convolutions with a dense layer, whose inputs a dry run counts."""
     with torch.no_grad():
         size = nn.Sequential(*layers)(torch.zeros(1, *shape)).numel()
-    dense = [nn.Flatten(), orthogonal(nn.Linear(size, units)), nn.ReLU(inplace=True)]
-    whole = nn.Sequential(Pixels(), *layers, *dense)
+    pieces = InPieces(nn.Sequential(Pixels(), *layers, nn.Flatten()))
+    whole = nn.Sequential(pieces, orthogonal(nn.Linear(size, units)), nn.ReLU(inplace=True))
     whole.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing from its stub
     return whole
 

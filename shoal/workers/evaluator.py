@@ -19,26 +19,33 @@ WIDEST = 32  # environments stepped together
 def evaluate(experiment: Any, parameters: Any, journal: Any) -> Work:
     """Score the weights each time enough steps have passed, and the last ones; one unit of work is one score."""
     torch.set_num_threads(1)
-    settings = experiment.evaluation
-    size = min(settings.episodes, WIDEST)
-    worlds = envs.make(experiment.environment, size, seed=int(np.random.randint(2**31)), evaluation=True)
+    due, final = experiment.evaluation_interval, False
+    worlds: Any = None
     try:
-        policy = Follower(experiment.algorithm, worlds.spec, experiment.actor_device)
-        due = experiment.evaluation_interval
-        while not policy.final:
+        while not final:
             status = parameters.status()
             if status is None or not (status["steps"] >= due or status["final"]):
                 yield False
                 continue
-            policy.follow(parameters)
-            if policy.final and journal.stopping():
+            if status["final"] and journal.stopping():
                 return  # stopped on purpose: the last score stands
-            episodes = play(experiment.algorithm, policy, worlds, settings.episodes)
+            if worlds is None:  # only now, since a start has better use for the cores
+                worlds = open_worlds(experiment)
+                policy = Follower(experiment.algorithm, worlds.spec, experiment.actor_device)
+            policy.follow(parameters)
+            episodes = play(experiment.algorithm, policy, worlds, experiment.evaluation.episodes)
             journal.evaluated(summarise(policy.steps, episodes))
-            due = policy.steps + experiment.evaluation_interval
+            due, final = policy.steps + experiment.evaluation_interval, policy.final
             yield True
     finally:
-        worlds.close()
+        if worlds is not None:
+            worlds.close()
+
+
+def open_worlds(experiment: Any) -> envs.Worlds:
+    """Environments for evaluation, with seeds of their own."""
+    size = min(experiment.evaluation.episodes, WIDEST)
+    return envs.make(experiment.environment, size, seed=int(np.random.randint(2**31)), evaluation=True)
 
 
 def play(algorithm: Algorithm, policy: Follower, worlds: Any, count: int) -> list[envs.Episode]:

@@ -225,6 +225,8 @@ def test_what_has_no_end_cannot_be_sent():
 def test_limits_on_what_is_sent(monkeypatch):
     with pytest.raises(WireError, match="message too large: header"):
         wire.encode("x" * wire.HEADER_LIMIT)
+    with pytest.raises(WireError, match="message too large: header"):
+        wire.encode(["x" * wire.HEADER_LIMIT, np.zeros(1)])
     monkeypatch.setattr(wire, "BODY_LIMIT", 128)
     wire.encode(np.zeros(128, np.uint8))
     with pytest.raises(WireError, match=r"message too large: .* body 192 B"):

@@ -85,6 +85,9 @@ def test_limits_on_what_is_received():
 def test_the_prefix_tells_the_length_of_the_message():
     data = packed({"a": np.zeros(1000)})
     assert wire.PREFIX.size + sum(wire.sizes(data[: wire.PREFIX.size])) == len(data)
+    assert wire.sizes(b"12345" + data, 5) == wire.sizes(data)
+    with pytest.raises(WireError, match="message of 19 B is shorter than its prefix of 20 B"):
+        wire.sizes(b"12345" + data[:19], 5)
 
 
 def test_another_version_is_named():
@@ -148,6 +151,8 @@ HOSTILE = {
     "table that is nothing": message({"$": 0}, None, BODY),
     "reference beyond the table": message({"$": 1}, [[BYTE, [1], 0]], BODY),
     "reference without a table": message({"$": 0}, []),
+    "reference in disguise without a table": raw(b'[{"\\u0024": 0}, []]'),
+    "bad array that nothing refers to": message(1, [["object", [1], 0]], BODY),
     "hidden reference without a table": message([{"a": [{"$": 0}]}], []),
     "negative reference": message({"$": -1}, [[BYTE, [1], 0]], BODY),
     "reference that is a float": message({"$": 0.0}, [[BYTE, [1], 0]], BODY),

@@ -10,6 +10,7 @@ from torch import nn
 
 from shoal.core.errors import ShoalError
 from shoal.core.types import ArraySpec
+from shoal.nets import torsos
 from shoal.nets.torsos import Network, Torso, mlp, nature, resnet
 
 ATARI = ArraySpec((4, 84, 84), "uint8")
@@ -52,7 +53,7 @@ def test_features_have_the_promised_size(network, spec, features):
 
 
 def test_the_nature_network_is_the_papers():
-    convolutions = [layer for layer in nature((4, 84, 84)) if isinstance(layer, nn.Conv2d)]
+    convolutions = [layer for layer in nature((4, 84, 84)).modules() if isinstance(layer, nn.Conv2d)]
     assert [(c.out_channels, c.kernel_size[0], c.stride[0]) for c in convolutions] == [
         (32, 8, 4),
         (64, 4, 2),
@@ -81,11 +82,26 @@ def test_pixels_are_divided_by_255_and_weights_lie_channels_last(make):
     net = make((3, 40, 40))
     image = torch.randint(0, 256, (2, 3, 40, 40), dtype=torch.uint8)
     before = image.clone()
-    np.testing.assert_allclose(net(image).detach(), net[1:](image.float() / 255).detach(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        net(image).detach(), net[1:](net[0].body[1:](image.float() / 255)).detach(), rtol=1e-4, atol=1e-5
+    )
     assert torch.equal(image, before)
     for layer in net.modules():
         if isinstance(layer, nn.Conv2d):
             assert layer.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_many_images_give_what_few_do_with_the_same_gradients():
+    net = nature((4, 36, 36))
+    images = torch.randint(0, 256, (2 * torsos.PIECE + 5, 4, 36, 36), dtype=torch.uint8)
+    gradients = []
+    for call in (net, lambda x: net[1:](net[0].body(x))):  # in pieces; at once
+        net.zero_grad()
+        features = call(images)
+        features.square().mean().backward()
+        gradients.append([features.detach(), *(weight.grad.clone() for weight in net.parameters())])
+    for pieces, whole in zip(*gradients, strict=True):
+        np.testing.assert_allclose(pieces, whole, rtol=1e-3, atol=1e-5)
 
 
 def test_bytes_in_an_mlp_are_divided_by_255_and_floats_are_not():

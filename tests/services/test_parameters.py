@@ -42,6 +42,14 @@ def test_weights_are_copied_when_published():
     assert held["count"] == 5
 
 
+def test_weights_lie_in_order_so_that_they_travel_as_they_are():
+    parameters = Parameters()
+    parameters.publish(0, 0, False, {"w": np.arange(6).reshape(2, 3).T})
+    held = parameters.fetch(-1)["weights"]["w"]
+    assert held.flags.c_contiguous
+    assert held.tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
 def test_what_was_fetched_stays_as_it_was():
     parameters = Parameters()
     parameters.publish(0, 0, False, {"w": np.ones(2)})

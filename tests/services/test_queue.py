@@ -112,7 +112,7 @@ def test_no_items_are_no_trouble():
     "wrong",
     [
         items(3, length=2),
-        items(3, length=1),  # one row would spread over all
+        {**items(3), "reward": np.zeros((1, 1), np.float32)},  # one row would spread over all
         {**items(3), "reward": np.zeros((3, 2), np.float32)},
         {key: value for key, value in items(3).items() if key != "reward"},
         {**items(3), "observation": np.zeros((4, 1))},
