@@ -11,6 +11,7 @@ from typing import Annotated, Optional
 import typer
 
 from shoal.core.errors import SettingsError, ShoalError
+from shoal.core.types import INTERRUPTED
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -48,7 +49,7 @@ def train(
     line = (
         f"{summary['steps']:,} steps in {summary['seconds']:.1f} s, best evaluation {best}, results in {run.directory}"
     )
-    if summary["stopped_by"] == "interrupted":
+    if summary["stopped_by"] == INTERRUPTED:
         typer.echo(f"interrupted: {line}")
     elif run.solved is None:
         typer.echo(f"done: {line}")

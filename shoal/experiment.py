@@ -146,7 +146,7 @@ def load(config: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | 
         tree = dict(config)
     else:
         try:
-            tree = yaml.safe_load(Path(config).read_text())
+            tree = read_yaml(Path(config).read_text())
         except OSError as error:
             raise SettingsError(f"cannot read {config}: {error.strerror}{nearest_file(Path(config))}") from None
         except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are no text, dates that are none
@@ -167,6 +167,22 @@ def load(config: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | 
         raise SettingsError(explain(error, tree)) from None
 
 
+NUMBER = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+
+
+class Loader(yaml.SafeLoader):
+    """Safe YAML that also reads 1e6 and 1e-3 as numbers, which YAML 1.1 takes for text."""
+
+
+Loader.yaml_implicit_resolvers = {key: list(value) for key, value in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, [*"-+.0123456789"])
+
+
+def read_yaml(text: str) -> Any:
+    """Read a YAML document."""
+    return yaml.load(text, Loader)
+
+
 def nearest_file(path: Path) -> str:
     """A question after the nearest file name in the same folder."""
     return nearest(path.name, [item.name for item in path.parent.glob("*.yaml")]) if path.parent.is_dir() else ""
@@ -180,7 +196,7 @@ def parse_overrides(words: list[str]) -> dict[str, Any]:
         if not equals or not key:
             raise SettingsError(f"{word!r} is not a setting: write key=value, such as algorithm.lr=1e-3")
         try:
-            overrides[key] = yaml.safe_load(text)
+            overrides[key] = read_yaml(text)
         except (yaml.YAMLError, ValueError):
             raise SettingsError(f"{key}: {text!r} is not a YAML value") from None
     return overrides

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from shoal import engines, topology
+from shoal.core.types import INTERRUPTED
 from shoal.experiment import Experiment, as_yaml, load
 
 log = logging.getLogger("shoal")
@@ -40,7 +41,7 @@ def train(
     config: str | Path | Mapping[str, Any] | Experiment, run_dir: str | Path | None = None, **overrides: Any
 ) -> Run:
     """Train as a YAML file says, with settings overridden by name; dotted names go in as `**{"algorithm.lr": 1e-3}`."""
-    experiment = config if isinstance(config, Experiment) else load(config, overrides)
+    experiment = load(config.model_dump(mode="json") if isinstance(config, Experiment) else config, overrides)
     directory = Path(run_dir) if run_dir else new_directory(experiment)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.yaml").write_text(as_yaml(experiment))
@@ -52,9 +53,9 @@ def train(
             engine.wait("learner", "evaluator")
         weights = parameters.fetch(-1)["weights"]
         summary = summarise(experiment, journal.snapshot(), engine.report(), weights, started)
+        write_json(directory / "summary.json", summary)
     finally:
         engine.close()
-    write_json(directory / "summary.json", summary)
     return Run(directory, summary)
 
 
@@ -79,7 +80,7 @@ def interrupts(stop: Callable[[str], None]) -> Iterator[None]:
         asked.append(number)
         log.warning("%s: ending the run in order; once more ends it at once", signal.Signals(number).name)
         # In a thread, since the signal may have come in the middle of a call to the same service.
-        threading.Thread(target=stop, args=("interrupted",), daemon=True).start()
+        threading.Thread(target=stop, args=(INTERRUPTED,), daemon=True).start()
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

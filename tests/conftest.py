@@ -7,11 +7,14 @@ import threading
 import time
 from collections.abc import Iterator
 
+import hypothesis
 import psutil
 import pytest
 import torch
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)  # the same examples every time
+hypothesis.settings.load_profile("suite")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the suite is about behaviour, which is the same everywhere
 
 

@@ -124,4 +124,36 @@ class Faulty(gymnasium.Env[Any, Any]):
         return seen, 1.0, self.steps % 10 == 0, False, {"coins": self.steps, "speed": 2.0}
 
 
+class Mixed(gymnasium.Env[Any, Any]):
+    """Shows an image, a vector and a symbol at once; the reward is 1 for the action that the symbol names."""
+
+    observation_space = spaces.Dict(
+        {
+            "camera": spaces.Box(0, 255, (40, 40, 3), np.uint8),
+            "inner": spaces.Dict({"speed": spaces.Box(-1, 1, (3,), np.float64)}),
+            "symbol": spaces.Discrete(2),
+        }
+    )
+    action_space = spaces.Discrete(2)
+
+    def show(self) -> Any:
+        self.symbol = int(self.np_random.integers(2))
+        return {
+            "camera": np.full((40, 40, 3), 100, np.uint8),
+            "inner": {"speed": np.zeros(3)},
+            "symbol": self.symbol,
+        }
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.show(), {}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        reward = float(action == self.symbol)
+        return self.show(), reward, False, self.steps == 10, {}
+
+
 gymnasium.register("Faulty-v0", entry_point=Faulty)
+gymnasium.register("Mixed-v0", entry_point=Mixed)

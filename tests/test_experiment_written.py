@@ -204,7 +204,7 @@ def test_a_mistake_ends_a_real_process_without_a_traceback(tmp_path):
     code = "from shoal.cli import main; main()"
     arguments = ["train", str(CONFIGS[0]), "algorithm.entropy_costt=1"]
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, *arguments],
+        [sys.executable, "-c", code, *arguments],
         cwd=tmp_path,
         capture_output=True,
         text=True,

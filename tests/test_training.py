@@ -237,6 +237,27 @@ def test_an_environment_that_only_fails_ends_the_run_with_its_report(engine: str
     assert "the simulator crashed" in str(caught.value)
 
 
+@EVERY
+def test_mappings_of_images_vectors_and_symbols_are_learned_from(engine: str, tmp_path: Path) -> None:
+    config = {
+        "environment": {"id": "tests.programs:Mixed-v0"},
+        "algorithm": {"name": "ppo", "unroll": 16, "lr": 3e-3, "network": {"hidden": [16]}},
+        "engine": engine,
+        "actors": 1,
+        "envs": 8,
+        "threads": 1,
+        "steps": 20_000,
+        "evaluation": {"episodes": 8, "every": 1_000, "target": 9.5},  # of 10; guessing gives 5
+    }
+    assert shoal.train(config, tmp_path / "run").solved
+
+
+def test_overrides_apply_to_an_experiment_too(tmp_path: Path) -> None:
+    experiment = shoal.load(CONFIGS / "ppo_cartpole.yaml", {"evaluation.target": None})
+    run = shoal.train(experiment, tmp_path / "run", steps=300, **{"algorithm.unroll": 16})
+    assert 300 <= run.summary["steps"] < 600
+
+
 def test_a_run_in_a_thread_of_a_notebook_works(tmp_path: Path) -> None:
     config = {"environment": {"id": "Identity"}, "algorithm": {"name": "ppo", "unroll": 8}, "engine": "inline"}
     runs: list[Any] = []

@@ -115,6 +115,8 @@ class Spec:
     action: ActionSpec
 
 
+INTERRUPTED = "interrupted"  # why a run ends early when its user asks for it
+
 Work: TypeAlias = Generator[bool, None, None]  # yields True when it did work, False when it waits
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,10 +12,11 @@ import torch
 from shoal import envs
 from shoal.core.algorithm import Algorithm
 from shoal.core.tree import to_torch
-from shoal.core.types import Step, Work
+from shoal.core.types import INTERRUPTED, Step, Work
 from shoal.workers.policy import Follower
 
 WIDEST = 32  # environments stepped together
+PATIENCE = 200  # steps between questions whether anyone still wants to know
 
 
 def evaluate(experiment: Any, parameters: Any, journal: Any) -> Work:
@@ -33,7 +36,15 @@ def evaluate(experiment: Any, parameters: Any, journal: Any) -> Work:
                 worlds = open_worlds(experiment)
                 policy = Follower(experiment.algorithm, worlds.spec, experiment.actor_device)
             policy.follow(parameters)
-            episodes = play(experiment.algorithm, policy, worlds, experiment.evaluation.episodes)
+            episodes = play(
+                experiment.algorithm,
+                policy,
+                worlds,
+                experiment.evaluation.episodes,
+                lambda: journal.stopping() == INTERRUPTED,
+            )
+            if episodes is None:
+                return
             journal.evaluated(summarise(policy.steps, episodes))
             due, final = policy.steps + experiment.evaluation_interval, policy.final
             yield True
@@ -48,8 +59,10 @@ def open_worlds(experiment: Any) -> envs.Worlds:
     return envs.make(experiment.environment, size, seed=int(np.random.randint(2**31)), evaluation=True)
 
 
-def play(algorithm: Algorithm, policy: Follower, worlds: Any, count: int) -> list[envs.Episode]:
-    """Play so many whole episodes, the same number in every environment but for the remainder.
+def play(
+    algorithm: Algorithm, policy: Follower, worlds: Any, count: int, given_up: Callable[[], bool]
+) -> list[envs.Episode] | None:
+    """Play so many whole episodes, the same number in every environment but for the remainder; None: given up.
 
     Taking those that end first would favour short ones.
     """
@@ -59,7 +72,9 @@ def play(algorithm: Algorithm, policy: Follower, worlds: Any, count: int) -> lis
     kept: list[envs.Episode] = []
     worlds.episodes()
     step, carry = worlds.reset(), algorithm.begin(policy.net, size)
-    while wanted.any():
+    for instant in itertools.count(1):
+        if instant % PATIENCE == 0 and given_up():
+            return None
         with torch.inference_mode():
             choice = algorithm.act(policy.net, Step(*(to_torch(part, policy.device) for part in step)), carry, None)
         carry = choice.carry
@@ -68,6 +83,8 @@ def play(algorithm: Algorithm, policy: Follower, worlds: Any, count: int) -> lis
             if wanted[episode.world]:
                 wanted[episode.world] -= 1
                 kept.append(episode)
+        if not wanted.any():
+            break
     return kept
 
 
