@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
@@ -16,7 +15,7 @@ from pydantic import BaseModel, Field, ValidationError, field_serializer, field_
 from shoal.algorithms import ALGORITHMS
 from shoal.algorithms import find as find_algorithm
 from shoal.core.algorithm import Algorithm
-from shoal.core.errors import SettingsError, ShoalError
+from shoal.core.errors import SettingsError, ShoalError, nearest
 from shoal.core.recipe import path_of
 from shoal.core.settings import Schedule, Settings
 from shoal.engines import ENGINES
@@ -132,12 +131,6 @@ class Experiment(Settings):
     def evaluation_interval(self) -> int:
         """Steps between evaluations."""
         return self.evaluation.every or max(self.steps // 20, 1)
-
-
-def nearest(name: str, known: Any) -> str:
-    """A question after the nearest known name, or nothing."""
-    matches = difflib.get_close_matches(name, [*known], n=1, cutoff=0.5)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def load(config: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Experiment:

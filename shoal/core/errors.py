@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class ShoalError(Exception):
     """Something a user can understand and mend."""
@@ -37,3 +40,9 @@ class WorkerFailed(ShoalError):
 
 class Stalled(ShoalError):
     """No worker moved for too long; the message says who waits for whom."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A question after the nearest known name, or nothing."""
+    matches = difflib.get_close_matches(name, [*known], n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]!r}?" if matches else ""

@@ -6,7 +6,6 @@ services.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from pydantic import BaseModel
 
-from shoal.core.errors import ShoalError
+from shoal.core.errors import ShoalError, nearest
 
 
 @runtime_checkable
@@ -47,9 +46,7 @@ def find(path: str) -> Any:
         raise ShoalError(f"cannot find {path!r}: there is no module {error.name!r}") from None
     for part in name.split("."):
         if not hasattr(target, part):
-            near = difflib.get_close_matches(part, dir(target), n=1)
-            question = f"; did you mean {near[0]!r}?" if near else ""
-            raise ShoalError(f"cannot find {path!r}: {module} has no {part!r}{question}")
+            raise ShoalError(f"cannot find {path!r}: {module} has no {part!r}{nearest(part, dir(target))}")
         target = getattr(target, part)
     return target
 

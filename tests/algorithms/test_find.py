@@ -24,7 +24,7 @@ def test_an_import_path_finds_a_users_own(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert issubclass(find("my_algorithms:Mine"), Impala)
-    with pytest.raises(ShoalError, match=r"my_algorithms has no class 'Mime'; did you mean 'Mine'\?"):
+    with pytest.raises(ShoalError, match=r"my_algorithms has no 'Mime'; did you mean 'Mine'\?"):
         find("my_algorithms:Mime")
 
 
@@ -38,7 +38,7 @@ def test_an_import_path_finds_a_users_own(tmp_path, monkeypatch):
         ("", "unknown algorithm ''"),
         ("shoal.nowhere:Impala", r"no module 'shoal\.nowhere'"),
         ("nowhere_at_all.inside:Impala", "no module 'nowhere_at_all'"),
-        ("shoal.algorithms.impala:impala", r"has no class 'impala'; did you mean 'Impala'\?"),
+        ("shoal.algorithms.impala:impala", r"has no 'impala'; did you mean 'Impala'\?"),
     ],
 )
 def test_a_wrong_name_says_what_would_be_right(name, message):
