@@ -40,10 +40,10 @@ def train(
     run_dir: Annotated[Optional[Path], typer.Option(help="The run's folder; otherwise a new one in runs/.")] = None,  # noqa: UP045
 ) -> None:
     """Train, showing progress; ends non-zero when a target is set and not reached."""
-    from shoal.experiment import load, parse_overrides
+    from shoal.experiment import parse_overrides
     from shoal.training import train
 
-    run = train(load(config, parse_overrides(overrides or [])), run_dir)
+    run = train(config, run_dir, **parse_overrides(overrides or []))
     summary = run.summary
     best = "none" if summary["best_evaluation"] is None else f"{summary['best_evaluation']:.1f}"
     line = (

@@ -135,6 +135,19 @@ class Experiment(Settings):
 
 def load(config: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Experiment:
     """Read an experiment from a YAML file or a mapping, then apply overrides with dotted keys."""
+    return validate(read(config, overrides))
+
+
+def validate(tree: Mapping[str, Any]) -> Experiment:
+    """Turn settings as they were read into an experiment."""
+    try:
+        return Experiment.model_validate(tree)
+    except ValidationError as error:
+        raise SettingsError(explain(error, tree)) from None
+
+
+def read(config: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Read settings and apply overrides, without looking at what they mean."""
     if isinstance(config, Mapping):
         tree = dict(config)
     else:
@@ -154,10 +167,7 @@ def load(config: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | 
             tree = merged(tree, ["algorithm"], {"name": value})  # drops the settings of another algorithm
         else:
             tree = merged(tree, key.split("."), value)
-    try:
-        return Experiment.model_validate(tree)
-    except ValidationError as error:
-        raise SettingsError(explain(error, tree)) from None
+    return tree
 
 
 NUMBER = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")

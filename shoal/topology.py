@@ -11,6 +11,15 @@ from shoal.services.journal import Journal
 from shoal.services.parameters import Parameters
 from shoal.services.queue import Queue
 
+MODULES = (
+    "torch",
+    "gymnasium",
+    "shoal.experiment",
+    "shoal.workers.actor",
+    "shoal.workers.evaluator",
+    "shoal.workers.learner",
+)
+
 
 def options(experiment: Experiment) -> Options:
     """Placement and limits: the store and the weights live with the learner, so only actors' calls travel."""

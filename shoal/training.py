@@ -19,7 +19,7 @@ import numpy as np
 
 from shoal import engines, topology
 from shoal.core.types import INTERRUPTED
-from shoal.experiment import Experiment, as_yaml, load
+from shoal.experiment import Experiment, as_yaml, read, validate
 
 log = logging.getLogger("shoal")
 
@@ -41,12 +41,20 @@ def train(
     config: str | Path | Mapping[str, Any] | Experiment, run_dir: str | Path | None = None, **overrides: Any
 ) -> Run:
     """Train as a YAML file says, with settings overridden by name; dotted names go in as `**{"algorithm.lr": 1e-3}`."""
-    experiment = load(config.model_dump(mode="json") if isinstance(config, Experiment) else config, overrides)
+    tree = read(config.model_dump(mode="json") if isinstance(config, Experiment) else config, overrides)
+    # Checking the settings loads the algorithm's libraries, which takes seconds: the workers' load meanwhile.
+    prepared = engines.prepare(tree.get("engine", Experiment.model_fields["engine"].default), topology.MODULES)
+    try:
+        experiment = validate(tree)
+    except BaseException:
+        if prepared is not None:
+            prepared.close()
+        raise
     directory = Path(run_dir) if run_dir else new_directory(experiment)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.yaml").write_text(as_yaml(experiment))
     started = time.time()
-    engine = engines.make(experiment.engine, topology.options(experiment))
+    engine = engines.make(experiment.engine, topology.options(experiment), prepared)
     try:
         journal, parameters = topology.actors_and_learner(experiment, engine)
         with interrupts(lambda reason: journal.stop(reason)):

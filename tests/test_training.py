@@ -64,7 +64,7 @@ def until_learning(process: subprocess.Popen[str]) -> None:
 
 def worker_process(head: subprocess.Popen[str], name: str) -> psutil.Process:
     """The process of a worker, which carries its name."""
-    return next(child for child in psutil.Process(head.pid).children() if child.cmdline()[-1] == f"shoal {name}")
+    return next(child for child in psutil.Process(head.pid).children(recursive=True) if child.name() == name)
 
 
 @EVERY

@@ -112,6 +112,11 @@ class Pipe:
         value = wire.parse(message, header, memoryview(self._incoming))
         return (_owned(value) if copy else value), descriptors
 
+    @property
+    def pending(self) -> bool:
+        """Whether more has been read already, which no selector will tell."""
+        return bool(self._rest)
+
     def _read(self) -> tuple[memoryview, int, int]:
         """The next message, the length of its header and its byte of counts; what came after it is kept."""
         data, self._rest = self._rest or self._more(), b""

@@ -10,8 +10,6 @@ import logging
 import os
 import selectors
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -25,12 +23,12 @@ from shoal.core.recipe import describe, path_of
 from shoal.core.types import Work
 from shoal.engines.child import Remote, answer_calls
 from shoal.engines.driving import Activity, Bell, Local, drive
+from shoal.engines.nursery import STARTING, Nursery
 from shoal.engines.options import Options
 from shoal.engines.pipe import Pipe
 
 log = logging.getLogger("shoal")
 HEAD = "head"
-STARTING = 120.0  # seconds in which a process may load its libraries
 GRACE = 3.0  # seconds a process has to end by itself
 
 
@@ -41,7 +39,7 @@ class Worker:
     name: str
     work: str
     args: list[Any]
-    process: subprocess.Popen[bytes] | None = None
+    pid: int = 0
     control: Pipe | None = None
     activity: dict[str, Any] = field(default_factory=dict)
     line: str = "has not started"
@@ -59,9 +57,10 @@ class Worker:
 class Processes:
     """Workers are processes; a dead one is heard, reported and, where allowed, started again."""
 
-    def __init__(self, options: Options) -> None:
-        """Begin with nothing running."""
+    def __init__(self, options: Options, nursery: Nursery | None = None) -> None:
+        """Begin with nothing running, but for a nursery that loads libraries."""
         self.options = options
+        self._nursery = nursery or Nursery()
         self.workers: dict[str, Worker] = {}
         self.placed: dict[str, dict[str, Any]] = {}  # worker → services to make there
         self.local: dict[str, Local] = {}
@@ -76,6 +75,11 @@ class Processes:
         self._ready = threading.Event()
         self._ready.set()
         self._failure: BaseException | None = None
+
+    @staticmethod
+    def prepare(modules: tuple[str, ...]) -> Nursery:
+        """Start loading modules for the workers, before anything else is known."""
+        return Nursery(modules)
 
     def serve(self, name: str, make: Callable[..., Any], *args: Any) -> Any:
         """Make a service in the head, or have it made in the worker where it is placed."""
@@ -112,15 +116,12 @@ class Processes:
 
     def _launch(self, worker: Worker) -> None:
         worker.control, end = Pipe.pair()
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        code = f"from shoal.engines.child import main; main({end.fileno()})"
-        worker.process = subprocess.Popen(
-            [sys.executable, "-c", code, f"shoal {worker.name}"],  # the name is for whoever looks at a process list
-            pass_fds=[end.fileno()],
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,  # a Ctrl-C at the terminal reaches the head alone, which ends its workers in order
-        )
+        try:
+            worker.pid = self._nursery.start(worker.name, end)
+        except ServiceLost:
+            self._nursery.close()
+            self._nursery = Nursery(self._nursery.modules)
+            worker.pid = self._nursery.start(worker.name, end)
         end.close()
         worker.heard = worker.started = time.monotonic()
         worker.again_at, worker.ready, worker.failure, worker.line = 0.0, False, "", f"{worker.name}: is starting"
@@ -230,23 +231,29 @@ class Processes:
         for key, _ in self._selector.select(seconds):
             worker: Worker = key.data
             assert worker.control is not None
-            try:
-                (kind, *rest), _ = worker.control.receive()
-            except (ServiceLost, WireError):
-                self._selector.unregister(worker.control.socket)
-                worker.failure = worker.failure or "died"
-                continue
-            worker.heard = time.monotonic()
-            if kind == "beat":
-                worker.activity, worker.line = rest
-            elif kind == "failed":
-                worker.failure, worker.fatal = rest
-            elif kind == "ready":
-                worker.ready = True
-            elif kind == "ended":
-                worker.ended = True
-            else:
-                worker.answer = rest
+            self._hear(worker, worker.control)
+            while worker.control.pending:
+                self._hear(worker, worker.control)
+
+    def _hear(self, worker: Worker, control: Pipe) -> None:
+        """Take in one message of a worker, or its end."""
+        try:
+            (kind, *rest), _ = control.receive()
+        except (ServiceLost, WireError):
+            self._selector.unregister(control.socket)
+            worker.failure = worker.failure or "died"
+            return
+        worker.heard = time.monotonic()
+        if kind == "beat":
+            worker.activity, worker.line = rest
+        elif kind == "failed":
+            worker.failure, worker.fatal = rest
+        elif kind == "ready":
+            worker.ready = True
+        elif kind == "ended":
+            worker.ended = True
+        else:
+            worker.answer = rest
 
     def _check(self, worker: Worker, now: float) -> None:
         """Notice that a worker died or fell silent, and start it again when its time has come."""
@@ -295,27 +302,26 @@ class Processes:
             name: {
                 **worker.activity,
                 "restarts": self.restarts.get(name, 0),
-                "pid": worker.process and worker.process.pid,
+                "pid": worker.pid,
             }
             for name, worker in self.workers.items()
         }
 
     def _end_process(self, worker: Worker, grace: float) -> int:
         """Reap a process, by force if it does not end by itself, and everything it started."""
-        assert worker.process is not None
-        try:
-            code = worker.process.wait(grace)
-        except subprocess.TimeoutExpired:
-            worker.process.kill()
-            code = worker.process.wait()
+        code = self._nursery.wait(worker.pid, grace)
+        if code is None:
+            with suppress(ProcessLookupError):
+                os.kill(worker.pid, signal.SIGKILL)
+            code = self._nursery.wait(worker.pid, GRACE)
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(worker.process.pid, signal.SIGKILL)
+            os.killpg(worker.pid, signal.SIGKILL)
         if worker.control is not None:
             if worker.control.socket.fileno() in self._selector.get_map():
                 self._selector.unregister(worker.control.socket)
             worker.control.close()
             worker.control = None
-        return code
+        return -signal.SIGKILL if code is None else code
 
     def close(self) -> None:
         """End every process and thread, first by asking."""
@@ -330,7 +336,7 @@ class Processes:
                     pass
         limit = time.monotonic() + GRACE
         for worker in self.workers.values():
-            if worker.process is not None:
+            if worker.control is not None:
                 self._end_process(worker, max(limit - time.monotonic(), 0.01))
         self.workers.clear()
         for end in [*self._pipes, *(end for ends in self._early.values() for end in ends)]:
@@ -338,3 +344,4 @@ class Processes:
         for thread in [*self._threads, *(thread for thread, _ in self._observers.values())]:
             thread.join(timeout=GRACE)
         self._selector.close()
+        self._nursery.close()

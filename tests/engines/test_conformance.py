@@ -307,7 +307,7 @@ def test_nothing_survives_the_head(number: int, tmp_path: Path) -> None:
     with head.stdout:
         assert head.stdout.readline() == b"ready\n"
         family = psutil.Process(head.pid).children(recursive=True)
-        assert len(family) == 2
+        assert len(family) == 3  # two workers and the nursery
         head.send_signal(number)
         head.wait()
     _, alive = psutil.wait_procs(family, timeout=10)
