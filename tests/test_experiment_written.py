@@ -154,7 +154,7 @@ def test_a_users_own_algorithm(own):
     assert rebuild(describe(experiment), lambda name: name) == experiment
     with pytest.raises(SettingsError, match=r"^algorithm\.bonnus: unknown setting; allowed: lr, .*'bonus'\?$"):
         load(SMALL, {"algorithm": {"name": own, "bonnus": 2}})
-    with pytest.raises(SettingsError, match=r"^algorithm: .* has no class 'Mime'; did you mean 'Mine'\?$"):
+    with pytest.raises(SettingsError, match=r"^algorithm: .* has no 'Mime'; did you mean 'Mine'\?$"):
         load(SMALL, {"algorithm.name": own.replace("Mine", "Mime")})
 
 

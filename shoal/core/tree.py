@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 
 def map_tree(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Apply a function to every leaf, walking several trees of one shape together."""
+    """Apply a function to every leaf, in the order of the keys, walking several trees of one shape together."""
     if isinstance(tree, Mapping):
-        return {key: map_tree(function, value, *(other[key] for other in rest)) for key, value in tree.items()}
+        return {key: map_tree(function, tree[key], *(other[key] for other in rest)) for key in sorted(tree)}
     return function(tree, *rest)
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """Every leaf, in the mapping's order."""
+    """Every leaf, in the order of the keys, whatever order the mappings were made in."""
     if isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from leaves(value)
+        for key in sorted(tree):
+            yield from leaves(tree[key])
     else:
         yield tree
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shoal.core.types import ArraySpec
+from shoal.core.tree import leaves, map_tree
 
 CLIP = 10.0  # as VecNormalize of Stable-Baselines3 does, for observations and rewards alike
 EPSILON = 1e-8  # likewise
@@ -55,26 +54,23 @@ class ObservationMoments(nn.Module):
 
     def __init__(self, observation: Any) -> None:
         super().__init__()
-        self.keys = tuple(observation) if isinstance(observation, Mapping) else None
-        specs: list[ArraySpec] = [observation] if self.keys is None else [observation[key] for key in self.keys]
         self.parts = nn.ModuleList(
-            RunningMoments(spec.shape) if spec.dtype.startswith("float") else nn.Identity() for spec in specs
+            RunningMoments(spec.shape) if spec.dtype.startswith("float") else nn.Identity()
+            for spec in leaves(observation)
         )
-
-    def _pairs(self, observation: Any) -> list[tuple[nn.Module, Tensor]]:
-        arrays = [observation] if self.keys is None else [observation[key] for key in self.keys]
-        return list(zip(self.parts, arrays, strict=True))
 
     def update(self, observation: Any, mask: Tensor) -> None:
         """Merge the steps of [T, B, ...] where the mask [T, B] is not 0 into the moments."""
-        for part, array in self._pairs(observation):
+        for part, array in zip(self.parts, leaves(observation), strict=True):
             if isinstance(part, RunningMoments):
                 part.update(array[mask.bool()])
 
     def forward(self, observation: Any) -> Any:
         """Normalise a tree of [N, ...]."""
-        arrays = [
-            part.normalise(array) if isinstance(part, RunningMoments) else array
-            for part, array in self._pairs(observation)
-        ]
-        return arrays[0] if self.keys is None else dict(zip(self.keys, arrays, strict=True))
+        parts = iter(self.parts)
+
+        def normalise(array: Tensor) -> Tensor:
+            part = next(parts)
+            return part.normalise(array) if isinstance(part, RunningMoments) else array
+
+        return map_tree(normalise, observation)

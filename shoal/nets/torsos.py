@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, Literal, Self, TypeVar
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from shoal.core.errors import ShoalError
 from shoal.core.settings import Settings
+from shoal.core.tree import leaves
 from shoal.core.types import ArraySpec
 
 NATURE_SMALLEST = 36  # the three convolutions of the Nature network leave nothing of a smaller image
@@ -168,8 +168,7 @@ class Torso(nn.Module):
 
     def __init__(self, network: Network, observation: Any) -> None:
         super().__init__()
-        self.keys = tuple(observation) if isinstance(observation, Mapping) else None
-        specs = [observation] if self.keys is None else [observation[key] for key in self.keys]
+        specs: list[ArraySpec] = [*leaves(observation)]
         if network.torso in ("nature", "resnet") and not any(map(is_image, specs)):
             raise ShoalError(
                 f"torso {network.torso} is for images (uint8 [C, H, W]), but the observation is"
@@ -181,7 +180,5 @@ class Torso(nn.Module):
 
     def forward(self, observation: Any) -> Tensor:
         """Map a tree of [N, ...] to [N, F]."""
-        if self.keys is None:
-            return self.parts[0](observation)  # type: ignore[no-any-return]  # nn.Module.__call__ is untyped
-        pieces = [part(observation[key]) for key, part in zip(self.keys, self.parts, strict=True)]
-        return torch.cat(pieces, dim=1)
+        pieces = [part(array) for part, array in zip(self.parts, leaves(observation), strict=True)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)

@@ -20,8 +20,13 @@ def test_map_keeps_the_shape_and_walks_trees_together():
     assert map_tree(lambda x, y: x + y, 1, 2) == 3
 
 
-def test_leaves_come_in_the_order_of_the_mapping():
-    assert [leaf.ndim for leaf in leaves(TREE)] == [1, 2, 0]
+def test_leaves_come_in_the_order_of_the_keys_whatever_order_the_mapping_has():
+    one = {"b": {"z": 1, "a": 2}, "a": 3}
+    assert [*leaves(one)] == [3, 2, 1]
+    assert [*leaves({"a": 3, "b": {"a": 2, "z": 1}})] == [3, 2, 1]
+    seen = []
+    map_tree(seen.append, one)
+    assert seen == [3, 2, 1]
     assert list(leaves(5)) == [5]
     assert list(leaves({})) == []
 
