@@ -61,6 +61,7 @@ def train(
             engine.wait("learner", "evaluator")
         weights = parameters.fetch(-1)["weights"]
         summary = summarise(experiment, journal.snapshot(), engine.report(), weights, started)
+        write_weights(directory / "weights.safetensors", weights)
         write_json(directory / "summary.json", summary)
     finally:
         engine.close()
@@ -141,6 +142,15 @@ def summarise(
         "evaluations": evaluations,
         "workers": workers,
     }
+
+
+def write_weights(path: Path, weights: Mapping[str, Any]) -> None:
+    """Write the policy's weights, its normalisers among them, whole or not at all."""
+    from safetensors.numpy import save_file
+
+    draft = path.with_suffix(".tmp")
+    save_file(dict(weights), draft)
+    draft.replace(path)
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -224,6 +224,18 @@ def test_a_killed_worker_is_started_again_and_the_run_goes_on(build: Any) -> Non
     assert engine.report()["victim"]["restarts"] == 1
 
 
+def test_workers_are_started_again_even_when_what_started_them_was_killed(build: Any) -> None:
+    engine = build("processes", restartable=frozenset({"victim"}), homes={"shelf": "host"})
+    shelf = engine.serve("shelf", programs.Shelf)
+    engine.run("host", programs.until_longer, shelf, "victim pids", 2)
+    engine.run("victim", programs.count_up, shelf, "victim")
+    nursery = next(child for child in psutil.Process().children() if child.cmdline()[-1] == "shoal nursery")
+    nursery.kill()
+    engine.run("killer", programs.kill_once, shelf, "victim pids")
+    engine.wait("host")
+    assert engine.report()["victim"]["restarts"] == 1
+
+
 def test_restarts_have_a_limit(build: Any) -> None:
     engine = build("processes", restartable=frozenset({"victim"}), restarts=2)
     shelf = engine.serve("shelf", programs.Shelf)
