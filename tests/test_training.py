@@ -75,7 +75,7 @@ def test_cartpole_is_solved(engine: str, algorithm: str, tmp_path: Path) -> None
     two = {"actors": 2, "envs": 4} if algorithm == "ppo" else {}
     run = shoal.train(CONFIGS / f"{algorithm}_cartpole.yaml", tmp_path / "run", engine=engine, **two)
     assert run.solved
-    assert run.summary["best_evaluation"] >= 475
+    assert run.summary["last_evaluation"] >= 475  # nothing is scored after the score that ended the run
     written = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert written == json.loads(json.dumps(run.summary))
     assert written["steps"] > 0

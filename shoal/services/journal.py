@@ -38,11 +38,12 @@ class Journal:
         self.counts["faults"] += len(faults)
         self.faults.extend(faults)
 
-    def evaluated(self, result: Mapping[str, Any]) -> None:
-        """Take an evaluation: `steps` that produced the weights, `mean`, `scores` and metrics."""
+    def evaluated(self, result: Mapping[str, Any]) -> bool:
+        """Take an evaluation: `steps` that produced the weights, `mean`, `scores` and metrics; True: no more wanted."""
         self.evaluations.append({**result, "seconds": time.time() - self.started})
         if self.target is not None and result["mean"] >= self.target:
             self.stop("target")
+        return bool(self.stopped_by)
 
     def stop(self, reason: str) -> None:
         """Ask the learner to end the run; the first reason stays."""

@@ -45,7 +45,8 @@ def evaluate(experiment: Any, parameters: Any, journal: Any) -> Work:
             )
             if episodes is None:
                 return
-            journal.evaluated(summarise(policy.steps, episodes))
+            if journal.evaluated(summarise(policy.steps, episodes)):
+                return
             due, final = policy.steps + experiment.evaluation_interval, policy.final
             yield True
     finally:
