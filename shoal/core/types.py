@@ -13,7 +13,6 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
-import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
@@ -154,8 +153,3 @@ class Engine(Protocol):
     def close(self) -> None:
         """End everything; nothing survives it."""
         ...
-
-
-def is_float(array: Array) -> bool:
-    """Whether the array holds floating point numbers."""
-    return bool(np.issubdtype(array.dtype, np.floating))

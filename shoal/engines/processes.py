@@ -135,7 +135,7 @@ class Processes:
             "services": self.placed.get(worker.name, {}),
             "homes": homes,
             "hosts": hosts,
-            "seed": derive(self.options.seed, worker.name, *([worker.restarts] if worker.restarts else [])),
+            "seed": self._seed(worker.name),
             "lockstep": self.options.lockstep,
             "deadline": self.options.deadline,
         }
@@ -145,6 +145,11 @@ class Processes:
         for end in self._early.pop(worker.name, []):
             self._hand_over(worker, end)
         self._selector.register(worker.control.socket, selectors.EVENT_READ, worker)
+
+    def _seed(self, name: str) -> int:
+        """The seed of a worker; another for each life, so that none repeats what the one before did."""
+        lives = self.restarts.get(name, 0)
+        return derive(self.options.seed, name, lives) if lives else derive(self.options.seed, name)
 
     def _connect(self, host: str) -> Any:
         """Return a socket whose other end is answered by the host."""
@@ -273,13 +278,8 @@ class Processes:
             worker.failure = f"{how}; {worker.line}"
         if now - worker.started > 60:
             worker.restarts = 0
-        gone = [
-            other for other in self.workers.values() if other.failure and other.name not in self.options.restartable
-        ]
         if worker.name not in self.options.restartable or worker.fatal or worker.restarts >= self.options.restarts:
             raise WorkerFailed(f"{worker.name} {worker.failure}")
-        if gone:  # its loss explains this one
-            return
         worker.restarts += 1
         self.restarts[worker.name] = self.restarts.get(worker.name, 0) + 1
         delay = min(0.25 * 2**worker.restarts, 30.0)
