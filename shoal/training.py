@@ -46,13 +46,13 @@ def train(
     prepared = engines.prepare(tree.get("engine", Experiment.model_fields["engine"].default), topology.MODULES)
     try:
         experiment = validate(tree)
+        directory = Path(run_dir) if run_dir else new_directory(experiment)
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.yaml").write_text(as_yaml(experiment))
     except BaseException:
         if prepared is not None:
             prepared.close()
         raise
-    directory = Path(run_dir) if run_dir else new_directory(experiment)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.yaml").write_text(as_yaml(experiment))
     started = time.time()
     engine = engines.make(experiment.engine, topology.options(experiment), prepared)
     try:

@@ -255,6 +255,12 @@ def test_mappings_of_images_vectors_and_symbols_are_learned_from(engine: str, tm
     assert shoal.train(config, tmp_path / "run").solved
 
 
+def test_a_folder_that_cannot_be_made_leaves_nothing_running(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(OSError, match="file"):
+        shoal.train(CONFIGS / "impala_cartpole.yaml", tmp_path / "file" / "run")
+
+
 def test_overrides_apply_to_an_experiment_too(tmp_path: Path) -> None:
     experiment = shoal.load(CONFIGS / "ppo_cartpole.yaml", {"evaluation.target": None})
     run = shoal.train(experiment, tmp_path / "run", steps=300, **{"algorithm.unroll": 16})

@@ -70,9 +70,11 @@ class Pipe:
             buffers = wire.encode(value, memoryview(self._outgoing) if self._outgoing is not None else None)
         # The first byte counts the descriptors, and whether the first of them is the new shared block.
         data = b"".join([bytes([len(new) + 2 * len(descriptors)]), *buffers])
-        self._write(data, [*new, *descriptors])
-        for descriptor in new:
-            os.close(descriptor)
+        try:
+            self._write(data, [*new, *descriptors])
+        finally:
+            for descriptor in new:
+                os.close(descriptor)
 
     def _write(self, data: bytes, descriptors: list[int] | None = None) -> None:
         try:

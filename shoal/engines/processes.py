@@ -237,7 +237,7 @@ class Processes:
             worker: Worker = key.data
             assert worker.control is not None
             self._hear(worker, worker.control)
-            while worker.control.pending:
+            while worker.control.pending and not worker.failure:
                 self._hear(worker, worker.control)
 
     def _hear(self, worker: Worker, control: Pipe) -> None:
