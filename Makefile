@@ -4,7 +4,7 @@ BIN := .venv/bin
 # The stamp is newer than the files that decide what is installed: a second call costs nothing.
 STAMP := .venv/.installed
 
-.PHONY: install demo test check bench clean
+.PHONY: install demo test check docs bench clean
 
 install: $(STAMP)
 
@@ -15,6 +15,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/shoal train configs/impala_cartpole.yaml
+	$(BIN)/shoal play latest --seconds 10
 
 test: $(STAMP)
 	$(BIN)/pytest
@@ -25,8 +26,13 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/pytest tests/test_architecture.py
 
+docs: $(STAMP)
+	$(BIN)/python -m shoal.reference > docs/settings.md
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "open site/index.html"
+
 bench: $(STAMP)
 	$(BIN)/python -m bench
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build site *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -5,12 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal.experiment import Experiment, load
-    from shoal.training import Run, train
+    from shoal.experiment import Experiment, configure
+    from shoal.policy import Policy, load
+    from shoal.run import Run
+    from shoal.training import resume, train
 
-__all__ = ["Experiment", "Run", "load", "train"]
+__all__ = ["Experiment", "Policy", "Run", "configure", "load", "resume", "train"]
 
-_HOMES = {"Experiment": "experiment", "load": "experiment", "Run": "training", "train": "training"}
+_HOMES = {
+    "Experiment": "experiment",
+    "Policy": "policy",
+    "Run": "run",
+    "configure": "experiment",
+    "load": "policy",
+    "resume": "training",
+    "train": "training",
+}
 
 
 def __getattr__(name: str) -> Any:

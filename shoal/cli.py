@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 
 from shoal.core.errors import SettingsError, ShoalError
-from shoal.core.types import INTERRUPTED
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -20,17 +21,26 @@ app = typer.Typer(
     help="Distributed deep reinforcement learning: train, and see what came of it.",
 )
 
+# typer reads Optional on every Python we support.
 Config = Annotated[Path, typer.Argument(help="The experiment: a YAML file such as configs/impala_cartpole.yaml.")]
 Overrides = Annotated[
-    Optional[list[str]],  # noqa: UP045 - typer reads this form on every Python we support
+    Optional[list[str]],  # noqa: UP045
     typer.Argument(help="Settings to change, as dotted keys: algorithm.lr=1e-3 actors=4 engine=threads."),
 ]
+RUN = "A run: its folder, its name in runs/, or `latest`."
+RunName = Annotated[str, typer.Argument(help=RUN, metavar="RUN")]
+Checkpoint = Annotated[str, typer.Option(help="Which policy: `best`, `newest`, or a number of steps.")]
+Seed = Annotated[int, typer.Option(help="Another seed plays other episodes.", min=0)]
 
 
 @app.callback()
 def prepare() -> None:
     """Send the log to the terminal."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    from shoal.runs.console import FORMAT, Terminal
+
+    handler = Terminal()
+    handler.setFormatter(FORMAT)
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 @app.command()
@@ -39,25 +49,96 @@ def train(
     overrides: Overrides = None,
     run_dir: Annotated[Optional[Path], typer.Option(help="The run's folder; otherwise a new one in runs/.")] = None,  # noqa: UP045
 ) -> None:
-    """Train, showing progress; ends non-zero when a target is set and not reached."""
+    """Train, showing progress; ends with code 1 when a target is set and not reached.
+
+    The first Ctrl-C saves and ends the run, the second ends it at once; `shoal resume` goes on.
+    """
     from shoal.experiment import parse_overrides
     from shoal.training import train
 
-    run = train(config, run_dir, **parse_overrides(overrides or []))
-    summary = run.summary
-    best = "none" if summary["best_evaluation"] is None else f"{summary['best_evaluation']:.1f}"
-    line = (
-        f"{summary['steps']:,} steps in {summary['seconds']:.1f} s, best evaluation {best}, results in {run.directory}"
-    )
-    if summary["stopped_by"] == INTERRUPTED:
-        typer.echo(f"interrupted: {line}")
-    elif run.solved is None:
-        typer.echo(f"done: {line}")
-    elif run.solved:
-        typer.echo(f"solved: {line}")
-    else:
-        typer.echo(f"NOT solved: {line}", err=True)
+    conclude(train(config, run_dir, **parse_overrides(overrides or [])))
+
+
+@app.command()
+def resume(run: RunName, overrides: Overrides = None) -> None:
+    """Go on with a run where its newest checkpoint stands."""
+    from shoal.experiment import parse_overrides
+    from shoal.training import resume
+
+    conclude(resume(run, **parse_overrides(overrides or [])))
+
+
+def conclude(run: Any) -> None:
+    """Say what came of a run."""
+    from shoal.run import headline
+    from shoal.runs import checkpoint
+
+    typer.echo(headline(run.directory, run.summary), err=run.solved is False)
+    curve = run.directory / "plots" / "curve.png"
+    if curve.exists():
+        typer.echo(f"learning curve: {curve}")
+    if saved := checkpoint.paths(run.directory):
+        typer.echo(f"checkpoint: {saved[-1]}")
+    if run.solved is False and run.summary["stopped_by"] == "steps":
         raise typer.Exit(1)
+
+
+@app.command()
+def evaluate(
+    run: RunName,
+    episodes: Annotated[int, typer.Option(help="Whole episodes to play.", min=1)] = 100,
+    checkpoint: Checkpoint = "best",
+    seed: Seed = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures and every score as JSON.")] = False,
+) -> None:
+    """Play a policy without exploration: mean, median, a 95 % bootstrap interval, and a picture of the returns."""
+    from shoal.run import Run
+    from shoal.runs.directory import locate
+
+    with progress("episodes", episodes) as told:
+        score = Run(locate(run)).evaluate(episodes, checkpoint, seed, told)
+    if as_json:
+        parts = {
+            **score.statistics,
+            "metrics": dict(score.metrics),
+            "scores": score.scores,
+            "picture": str(score.picture),
+        }
+        typer.echo(json.dumps({"checkpoint": score.checkpoint, **parts}, indent=2))
+    else:
+        typer.echo(f"{score}\nreturns: {score.picture}")
+
+
+@app.command()
+def play(
+    run: RunName,
+    video: Annotated[Optional[Path], typer.Option(help="The mp4 to write; otherwise one in the run's videos/.")] = None,  # noqa: UP045
+    episodes: Annotated[int, typer.Option(help="Whole episodes to film.", min=1)] = 1,
+    checkpoint: Checkpoint = "best",
+    seed: Seed = 0,
+    seconds: Annotated[float, typer.Option(help="The film's greatest length.", min=0.1)] = 120.0,
+) -> None:
+    """Film a policy as it plays without exploration."""
+    from shoal.run import Run
+    from shoal.runs.directory import locate
+
+    with progress("frames", None) as told:
+        path = Run(locate(run)).play(video, episodes, checkpoint, seed, seconds, told)
+    typer.echo(f"video: {path}")
+
+
+@app.command()
+def plot(
+    runs: Annotated[list[str], typer.Argument(help=RUN, metavar="RUN...")],
+    out: Annotated[Optional[Path], typer.Option(help="The PNG to write.")] = None,  # noqa: UP045
+) -> None:
+    """Draw one run's curves; or compare several: those that differ in their seed only become mean and interval."""
+    from shoal.run import Run, compare
+    from shoal.runs.directory import locate
+
+    found = [Run(locate(run)) for run in runs]
+    picture = found[0].plot(out) if len(found) == 1 else compare(found, out or Path("comparison.png"))
+    typer.echo(f"plot: {picture}")
 
 
 @app.command()
@@ -75,6 +156,43 @@ def config(
         raise SettingsError("name a YAML file, or ask for --schema")
     else:
         typer.echo(experiment.as_yaml(experiment.load(file, experiment.parse_overrides(overrides or []))), nl=False)
+
+
+@app.command("list")
+def list_(
+    what: Annotated[Optional[str], typer.Argument(help="algorithms, engines, stores or environments; or all.")] = None,  # noqa: UP045
+) -> None:
+    """List what comes with Shoal: algorithms, engines, stores and environments."""
+    from shoal.catalogue import catalogue
+
+    for line in catalogue(what):
+        typer.echo(line)
+
+
+@app.command()
+def doctor() -> None:
+    """Look over this machine: what is missing, and the command that mends it."""
+    from shoal.doctor import check, show
+
+    findings = check()
+    show(findings)
+    if any(finding.state == "bad" for finding in findings):
+        raise typer.Exit(1)
+
+
+@contextmanager
+def progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """A bar on the terminal that hears how much is done; nothing where there is no terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, completed=done)
 
 
 def main() -> None:

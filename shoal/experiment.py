@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -20,6 +20,13 @@ from shoal.core.recipe import path_of
 from shoal.core.settings import Schedule, Settings
 from shoal.engines import ENGINES
 from shoal.envs import Environment
+from shoal.runs.provenance import usable_cores
+
+
+@cache
+def cores() -> int:
+    """Whole cores that this process may use."""
+    return max(int(usable_cores()), 1)
 
 
 class Evaluation(Settings):
@@ -28,6 +35,17 @@ class Evaluation(Settings):
     every: int | None = Field(None, ge=1, description="Steps between evaluations; none: a twentieth of the run.")
     episodes: int = Field(20, ge=1, description="Whole episodes per evaluation.")
     target: float | None = Field(None, description="Mean return that ends the run as solved; none: never.")
+
+
+class Saving(Settings):
+    """When checkpoints are saved and how many stay."""
+
+    every: int | None = Field(
+        None,
+        ge=1,
+        description="Steps between checkpoints; none: a twentieth of the run. Unless in lockstep, at most 5 minutes.",
+    )
+    keep: int = Field(3, ge=1, description="Newest checkpoints to keep, beside the best policy.")
 
 
 class Limits(Settings):
@@ -59,6 +77,7 @@ class Experiment(Settings):
         description="Learner's torch threads; none: every core where actors wait for it, else one.",
     )
     evaluation: Evaluation = Field(default_factory=Evaluation, description="When and how the policy is scored.")
+    checkpoints: Saving = Field(default_factory=Saving, description="When checkpoints are saved and how many stay.")
     limits: Limits = Field(default_factory=Limits, description="How long is too long.")
     log_every: float = Field(2.0, gt=0, description="Seconds between lines of progress.")
 
@@ -85,6 +104,11 @@ class Experiment(Settings):
         path = path_of(type(algorithm))
         name = next((name for name, known in ALGORITHMS.items() if known == path), path)
         return {"name": name, **algorithm.model_dump(mode="json")}
+
+    @property
+    def algorithm_name(self) -> str:
+        """The algorithm in one word, for folders and titles."""
+        return type(self.algorithm).__name__.lower()
 
     @field_validator("engine")
     @classmethod
@@ -114,7 +138,7 @@ class Experiment(Settings):
     @property
     def actor_count(self) -> int:
         """The number of actors."""
-        return self.actors or os.cpu_count() or 1
+        return self.actors or cores()
 
     @property
     def batch_size(self) -> int:
@@ -125,7 +149,12 @@ class Experiment(Settings):
     def learner_threads(self) -> int:
         """Torch threads of the learner: while actors wait, their cores are free."""
         waits = self.algorithm.max_lag == 0
-        return self.threads or ((os.cpu_count() or 1) if waits else 1)
+        return self.threads or (cores() if waits else 1)
+
+    @property
+    def checkpoint_interval(self) -> int:
+        """Steps between checkpoints."""
+        return self.checkpoints.every or max(self.steps // 20, 1)
 
     @property
     def evaluation_interval(self) -> int:
@@ -136,6 +165,11 @@ class Experiment(Settings):
 def load(config: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Experiment:
     """Read an experiment from a YAML file or a mapping, then apply overrides with dotted keys."""
     return validate(read(config, overrides))
+
+
+def configure(config: str | Path | Mapping[str, Any], **overrides: Any) -> Experiment:
+    """Read an experiment, with settings overridden by name, as `train` does."""
+    return load(config, overrides)
 
 
 def validate(tree: Mapping[str, Any]) -> Experiment:

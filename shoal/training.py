@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
-import re
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from shoal import engines, topology
+from shoal import engines, envs, topology
+from shoal.core.errors import Fatal, SettingsError, ShoalError
 from shoal.core.types import INTERRUPTED
 from shoal.experiment import Experiment, as_yaml, read, validate
+from shoal.run import Run
+from shoal.runs import checkpoint, console, directory, provenance
+from shoal.runs.recorder import shares
 
 log = logging.getLogger("shoal")
-
-
-@dataclass(frozen=True)
-class Run:
-    """A finished run: where it lies and what came of it."""
-
-    directory: Path
-    summary: Mapping[str, Any]
-
-    @property
-    def solved(self) -> bool | None:
-        """Whether the target was reached; None: there was none."""
-        return self.summary["solved"]  # type: ignore[no-any-return]
 
 
 def train(
@@ -42,37 +29,81 @@ def train(
 ) -> Run:
     """Train as a YAML file says, with settings overridden by name; dotted names go in as `**{"algorithm.lr": 1e-3}`."""
     tree = read(config.model_dump(mode="json") if isinstance(config, Experiment) else config, overrides)
-    # Checking the settings loads the algorithm's libraries, which takes seconds: the workers' load meanwhile.
-    prepared = engines.prepare(tree.get("engine", Experiment.model_fields["engine"].default), topology.MODULES)
+    with prepared(tree) as (experiment, engine):
+        folder = Path(run_dir) if run_dir else directory.fresh(experiment.environment.id, experiment.algorithm_name)
+        directory.create(folder)
+        with directory.locked(folder):
+            return carry_out(experiment, engine, folder, {})
+
+
+def resume(run: str | Path, **overrides: Any) -> Run:
+    """Go on with a run where its newest checkpoint stands; settings such as `steps` may be overridden."""
+    folder = directory.locate(run)
+    tree = read(folder / directory.CONFIG, overrides)
+    with prepared(tree) as (experiment, engine), directory.locked(folder):
+        return carry_out(experiment, engine, folder, resume_point(folder, experiment))
+
+
+def resume_point(folder: Path, experiment: Experiment) -> dict[str, Any]:
+    """The state of the checkpoint to go on from, empty where there is none; what came after it is dropped."""
+    found = checkpoint.resumable(folder, experiment.lockstep)
+    state = checkpoint.read_state(found) if found else {}
+    if state.get("steps", 0) >= experiment.steps:
+        raise SettingsError(
+            f"{folder} has used up its {experiment.steps:,} steps; to go on, give it more: steps={2 * experiment.steps}"
+        )
+    checkpoint.rewind(folder, state.get("steps", 0))
+    if found is None:
+        log.warning("%s has no checkpoint to go on from: it begins again", folder)
+    return state
+
+
+@contextmanager
+def prepared(tree: Mapping[str, Any]) -> Iterator[tuple[Experiment, Any]]:
+    """The experiment, and what its engine has begun; whatever is not taken over is closed.
+
+    Checking the settings loads the algorithm's libraries, which takes seconds: the workers' load meanwhile.
+    """
+    begun = engines.prepare(tree.get("engine", Experiment.model_fields["engine"].default), topology.MODULES)
     try:
         experiment = validate(tree)
-        directory = Path(run_dir) if run_dir else new_directory(experiment)
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.yaml").write_text(as_yaml(experiment))
+        try:
+            envs.check(experiment.environment)
+        except Fatal as error:
+            raise SettingsError(f"environment.id: {error}") from None
+        yield experiment, begun
     except BaseException:
-        if prepared is not None:
-            prepared.close()
+        if begun is not None:
+            begun.close()
         raise
-    started = time.time()
-    engine = engines.make(experiment.engine, topology.options(experiment), prepared)
-    try:
-        journal, parameters = topology.actors_and_learner(experiment, engine)
-        with interrupts(lambda reason: journal.stop(reason)):
-            engine.wait("learner", "evaluator")
-        weights = parameters.fetch(-1)["weights"]
-        summary = summarise(experiment, journal.snapshot(), engine.report(), weights, started)
-        write_weights(directory / "weights.safetensors", weights)
-        write_json(directory / "summary.json", summary)
-    finally:
-        engine.close()
-    return Run(directory, summary)
 
 
-def new_directory(experiment: Experiment) -> Path:
-    """A folder of its own for a run, `runs/<environment>_<algorithm>_<unix time>`."""
-    name = f"{experiment.environment.id}_{type(experiment.algorithm).__name__.lower()}_{int(time.time())}"
-    base = Path("runs") / re.sub(r"[^\w.-]+", "-", name)
-    return next(path for path in (base, *(Path(f"{base}-{n}") for n in range(2, 10_000))) if not path.exists())
+def carry_out(experiment: Experiment, begun: Any, folder: Path, state: Mapping[str, Any]) -> Run:
+    """Run an experiment in its folder, from a checkpoint's state or from the beginning."""
+    with console.logging_to(folder / directory.LOG):
+        (folder / directory.CONFIG).write_text(as_yaml(experiment))
+        provenance.write(folder, Path.cwd())
+        steps = state.get("steps", 0)
+        log.info(
+            "%s %s in %s", f"going on at step {steps:,}:" if steps else "training", console.title(experiment), folder
+        )
+        engine = engines.make(experiment.engine, topology.options(experiment, steps), begun)
+        try:
+            try:
+                journal, parameters = topology.actors_and_learner(experiment, engine, folder, state)
+                with interrupts(lambda reason: journal.stop(reason)):
+                    engine.wait("learner", "evaluator")
+                weights, told, report = parameters.fetch(-1)["weights"], journal.snapshot(), engine.report()
+            finally:
+                engine.close()
+        except ShoalError as error:
+            directory.note(folder, f"failed: {error}")
+            if checkpoint.paths(folder):
+                raise type(error)(f"{error}\nwhat was learned is kept; go on with: shoal resume {folder}") from error
+            raise
+        run = Run(folder)
+        run.finish(summarise(experiment, told, report, weights))
+        return run
 
 
 @contextmanager
@@ -87,7 +118,7 @@ def interrupts(stop: Callable[[str], None]) -> Iterator[None]:
         if asked:
             raise KeyboardInterrupt
         asked.append(number)
-        log.warning("%s: ending the run in order; once more ends it at once", signal.Signals(number).name)
+        log.warning("%s: saving and ending the run; once more ends it at once", signal.Signals(number).name)
         # In a thread, since the signal may have come in the middle of a call to the same service.
         threading.Thread(target=stop, args=(INTERRUPTED,), daemon=True).start()
 
@@ -109,52 +140,32 @@ def fingerprint(weights: Mapping[str, Any]) -> str:
 
 
 def summarise(
-    experiment: Experiment,
-    told: Mapping[str, Any],
-    workers: Mapping[str, Any],
-    weights: Mapping[str, Any],
-    started: float,
+    experiment: Experiment, told: Mapping[str, Any], report: Mapping[str, Any], weights: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The figures of a run."""
+    """The figures of a run; seconds count over all its starts."""
     evaluations = [
         {key: item[key] for key in ("steps", "seconds", "mean", "length", "metrics")} for item in told["evaluations"]
     ]
     scores = [item["mean"] for item in evaluations]
     target = experiment.evaluation.target
-    seconds = time.time() - started
     return {
         "environment": experiment.environment.id,
-        "algorithm": type(experiment.algorithm).__name__.lower(),
+        "algorithm": experiment.algorithm_name,
         "engine": experiment.engine,
         "steps": told["steps"],
         "updates": told["updates"],
         "episodes": told["episodes"],
         "faults": told["faults"],
-        "seconds": round(seconds, 3),
-        "steps_per_s": round(told["steps"] / seconds, 1),
+        "seconds": round(told["seconds"], 3),
+        "steps_per_s": round(told["steps"] / told["seconds"], 1),
         "seconds_to_first_update": told["first_update"],
         "last_evaluation": scores[-1] if scores else None,
         "best_evaluation": max(scores) if scores else None,
+        "target": target,
         "solved": None if target is None else bool(scores) and max(scores) >= target,
         "stopped_by": told["stopped_by"] or "steps",
         "weights_sha256": fingerprint(weights),
         "metrics": told["metrics"],
         "evaluations": evaluations,
-        "workers": workers,
+        "workers": {name: shares(worker) for name, worker in report.items()},
     }
-
-
-def write_weights(path: Path, weights: Mapping[str, Any]) -> None:
-    """Write the policy's weights, its normalisers among them, whole or not at all."""
-    from safetensors.numpy import save_file
-
-    draft = path.with_suffix(".tmp")
-    save_file(dict(weights), draft)
-    draft.replace(path)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write a file whole or not at all."""
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(content, indent=2) + "\n")
-    draft.replace(path)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import hypothesis
 import psutil
@@ -50,3 +54,30 @@ def nothing_left() -> Iterator[None]:
     while (new := left_over(before)) and time.monotonic() < limit:
         time.sleep(0.02)  # what is ending may take a moment; the limit is what counts
     assert not new, f"left behind: {new}"
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Iterator[Any]:
+    """Start `shoal` as a user does, in an empty folder; whatever is left is ended."""
+    started: list[subprocess.Popen[str]] = []
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "COLUMNS": "120"}
+
+    def start(*words: object) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", "from shoal.cli import main; main()", *map(str, words)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=tmp_path,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        for stream in (process.stdout, process.stderr):
+            assert stream is not None
+            stream.close()

@@ -134,6 +134,14 @@ class Store(Protocol):
         """Set priorities; unknown keys are ignored."""
         ...
 
+    def clear(self) -> None:
+        """Forget what waits."""
+        ...
+
+    def status(self) -> Mapping[str, int]:
+        """Tell `filled` and `capacity`, at least."""
+        ...
+
 
 class Engine(Protocol):
     """Where services and workers live; it knows nothing of what they do."""

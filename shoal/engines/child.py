@@ -48,6 +48,7 @@ class Remote:
                 self._pipe.send((self._service, method, args))
                 (answered, value), _ = self._pipe.receive()
             except (DeadlineExceeded, ServiceLost) as error:
+                self._pipe = None  # its host may be started again
                 raise type(error)(f"{name}: {error}") from None
             finally:
                 self._activity.answered()

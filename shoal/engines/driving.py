@@ -63,14 +63,12 @@ class Activity:
         return f", at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
 
     def as_dict(self) -> dict[str, Any]:
-        """The shares of its time, for reports."""
-        total = max(time.monotonic() - self.began, 1e-9)
-        waits = {name: round(seconds / total, 4) for name, seconds in self.waiting.items()}
+        """How its time was spent, in seconds, for reports."""
         return {
             "moves": self.moves,
-            "seconds": round(total, 2),
-            "working": round(self.working / total, 4),
-            "waits": waits,
+            "seconds": round(time.monotonic() - self.began, 3),
+            "working": round(self.working, 3),
+            "waits": {name: round(seconds, 3) for name, seconds in self.waiting.copy().items()},
         }
 
 

@@ -15,6 +15,7 @@ class Options:
     homes: Mapping[str, str] = field(default_factory=dict)  # service → worker in whose process it lives; else the head
     observers: frozenset[str] = frozenset()  # workers that stay in the head and do not count as movement
     restartable: frozenset[str] = frozenset()  # workers that are started again when they die
+    revivable: frozenset[str] = frozenset()  # likewise, but not when they raised: that would only repeat
     restarts: int = 5  # how often, without a minute of health in between
     deadline: float = 60.0  # seconds for one call to a service
     stall: float = 120.0  # seconds without any movement before the run is given up

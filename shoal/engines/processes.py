@@ -29,6 +29,7 @@ from shoal.engines.pipe import Pipe
 
 log = logging.getLogger("shoal")
 HEAD = "head"
+SILENT = "gave no sign of life"
 GRACE = 3.0  # seconds a process has to end by itself
 
 
@@ -124,7 +125,8 @@ class Processes:
             worker.pid = self._nursery.start(worker.name, end)
         end.close()
         worker.heard = worker.started = time.monotonic()
-        worker.again_at, worker.ready, worker.failure, worker.line = 0.0, False, "", f"{worker.name}: is starting"
+        worker.again_at, worker.ready, worker.ended, worker.failure = 0.0, False, False, ""
+        worker.line = f"{worker.name}: is starting"
         homes = {name: self.options.homes.get(name, HEAD) for name in [*self.local, *self.options.homes]}
         hosts = sorted(set(homes.values()) - {worker.name})
         ends = [self._connect(host) for host in hosts]
@@ -267,18 +269,20 @@ class Processes:
                 self._launch(worker)
             return
         if not worker.failure and not worker.ended and now - worker.heard > self.options.silence:
-            worker.failure = f"gave no sign of life for {self.options.silence:g} s\n{worker.line}"
+            worker.failure = f"{SILENT} for {self.options.silence:g} s\n{worker.line}"
         if worker.failure:
             self._failed(worker, now)
 
     def _failed(self, worker: Worker, now: float) -> None:
         code = self._end_process(worker, 1.0)
+        died = worker.failure == "died" or worker.failure.startswith(SILENT)
         if worker.failure == "died":
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             worker.failure = f"{how}; {worker.line}"
         if now - worker.started > 60:
             worker.restarts = 0
-        if worker.name not in self.options.restartable or worker.fatal or worker.restarts >= self.options.restarts:
+        allowed = worker.name in self.options.restartable or (died and worker.name in self.options.revivable)
+        if not allowed or worker.fatal or worker.restarts >= self.options.restarts:
             raise WorkerFailed(f"{worker.name} {worker.failure}")
         worker.restarts += 1
         self.restarts[worker.name] = self.restarts.get(worker.name, 0) + 1
@@ -286,6 +290,16 @@ class Processes:
         worker.again_at = now + delay
         log.warning("%s %s\nstarting it again in %.1f s (%d of %d)", worker.name, worker.failure, delay,
                     worker.restarts, self.options.restarts)  # fmt: skip
+        if worker.name in self.placed:
+            self._renew(worker)
+
+    def _renew(self, host: Worker) -> None:
+        """Start everyone else again as well: their pipes to the services of the host are cut."""
+        for worker in self.workers.values():
+            if worker is not host and not worker.ended:
+                self._end_process(worker, 0.1)
+                self.restarts[worker.name] = self.restarts.get(worker.name, 0) + 1
+                worker.again_at = host.again_at
 
     def _standstill(self) -> str:
         lines: list[str] = []

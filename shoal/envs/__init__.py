@@ -14,7 +14,7 @@ from shoal.envs.atari import Atari
 from shoal.envs.toy import TOYS
 from shoal.envs.vector import Episode, Worlds
 
-__all__ = ["TOYS", "Atari", "Environment", "Episode", "Worlds", "make", "spec_of"]
+__all__ = ["TOYS", "Atari", "Environment", "Episode", "Worlds", "check", "make", "spec_of"]
 
 
 class Environment(Settings):
@@ -36,10 +36,11 @@ class Environment(Settings):
     )
 
 
-def make(environment: Environment, size: int, seed: int, evaluation: bool = False) -> Worlds:
+def make(environment: Environment, size: int, seed: int, evaluation: bool = False, render: bool = False) -> Worlds:
     """Make `size` environments that are stepped together.
 
-    In an evaluation rewards are not clipped and a lost life does not end an episode.
+    In an evaluation rewards are not clipped and a lost life does not end an episode. Only worlds made with
+    `render` can be pictured.
     """
     from shoal.envs import atari, gymnasium, toy
     from shoal.envs.vector import Vector
@@ -47,12 +48,22 @@ def make(environment: Environment, size: int, seed: int, evaluation: bool = Fals
     if atari.is_atari(environment.id):
         if environment.arguments:
             raise Fatal(f"{environment.id} takes no arguments; its settings are in `atari`: {[*Atari.model_fields]}")
-        return atari.Games(environment.id, environment.atari, size, seed, environment.metrics, evaluation)
+        return atari.Games(environment.id, environment.atari, size, seed, environment.metrics, evaluation, render)
     if environment.id in toy.WORLDS:
         create = partial(toy.WORLDS[environment.id], **environment.arguments)
     else:
-        create = partial(gymnasium.create, environment.id, environment.arguments)
-    return Vector(environment.id, create, size, seed, environment.max_faults, environment.metrics)
+        create = partial(gymnasium.create, environment.id, environment.arguments, render)
+    return Vector(environment.id, create, size, seed, environment.max_faults, environment.metrics, render)
+
+
+def check(environment: Environment) -> None:
+    """Refuse an id that does not exist, without making the environment."""
+    from shoal.envs import atari, gymnasium, toy
+
+    if atari.is_atari(environment.id):
+        atari.rom(environment.id)
+    elif environment.id not in toy.WORLDS:
+        gymnasium.check(environment.id)
 
 
 def spec_of(environment: Environment) -> Spec:

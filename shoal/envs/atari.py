@@ -13,8 +13,10 @@ from pydantic import Field
 from shoal.core.errors import Fatal
 from shoal.core.settings import Settings
 from shoal.core.types import ActionSpec, Array, ArraySpec, Spec, Step
-from shoal.envs.vector import Episode, Tally, derive, opening
+from shoal.envs.vector import Episode, Tally, check_drawn, derive, opening
 
+FRAMES_PER_SECOND = 60  # of the console
+PICTURED = {"height": 210, "width": 160, "grayscale": False, "stack": 1, "threads": 1}  # as a television shows it
 PATTERN = re.compile(r"ALE/(\w+)-v5|(\w+)NoFrameskip-v4")
 
 
@@ -67,39 +69,59 @@ def _roms() -> dict[str, str]:
     return {name.replace("_", ""): name for name in sorted(get_all_rom_ids())}
 
 
+def launch(id: str, settings: Atari, size: int) -> Any:
+    """Start so many of ALE's games."""
+    from ale_py.vector_env import AtariVectorEnv
+
+    return AtariVectorEnv(
+        rom(id),
+        size,
+        num_threads=settings.threads,
+        max_num_frames_per_episode=settings.max_frames,
+        repeat_action_probability=settings.sticky,
+        full_action_space=settings.full_action_space,
+        img_height=settings.height,
+        img_width=settings.width,
+        grayscale=settings.grayscale,
+        stack_num=settings.stack,
+        frameskip=settings.frameskip,
+        maxpool=settings.maxpool,
+        noop_max=settings.noop_max,
+        use_fire_reset=settings.fire_reset,
+        reward_clipping=False,  # clipped by Games, so that scores are the true ones
+    )
+
+
 class Games:
     """B Atari games stepped together.
 
     ALE's own `episodic_life` starts a new game at each lost life, so lives are followed here: the game goes
     on under an episode that ended, and its score is the whole game's. The wrapper presses fire or nothing for
     the step that opens the next life.
+
+    Observations are small and mostly grey, so pictures come from a twin of game 0: the same seed and the same
+    actions give the same game, here in the console's own size and colours.
     """
 
     def __init__(
-        self, id: str, settings: Atari, size: int, seed: int, metrics: Mapping[str, str], evaluation: bool
+        self,
+        id: str,
+        settings: Atari,
+        size: int,
+        seed: int,
+        metrics: Mapping[str, str],
+        evaluation: bool,
+        render: bool = False,
     ) -> None:
         import ale_py
-        from ale_py.vector_env import AtariVectorEnv
 
         ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
         self.size = size
-        self._games: Any = AtariVectorEnv(
-            rom(id),
-            size,
-            num_threads=settings.threads,
-            max_num_frames_per_episode=settings.max_frames,
-            repeat_action_probability=settings.sticky,
-            full_action_space=settings.full_action_space,
-            img_height=settings.height,
-            img_width=settings.width,
-            grayscale=settings.grayscale,
-            stack_num=settings.stack,
-            frameskip=settings.frameskip,
-            maxpool=settings.maxpool,
-            noop_max=settings.noop_max,
-            use_fire_reset=settings.fire_reset,
-            reward_clipping=False,  # clipped below, so that scores are the true ones
-        )
+        self.fps = FRAMES_PER_SECOND / settings.frameskip
+        self._id = id
+        self._games: Any = launch(id, settings, size)
+        self._twin: Any = launch(id, settings.model_copy(update=PICTURED), 1) if render else None
+        self._picture: Array | None = None
         buttons = list(self._games.ale.get_action_set())
         fire = settings.fire_reset and ale_py.Action.FIRE in buttons
         self._opening_action = buttons.index(ale_py.Action.FIRE if fire else ale_py.Action.NOOP)
@@ -118,7 +140,10 @@ class Games:
 
     def reset(self) -> Step:
         """Open a game in every environment, leaving those under way."""
-        frames, info = self._games.reset(seed=None if self._seeded else np.array(self._seeds))
+        seeds = None if self._seeded else np.array(self._seeds)
+        frames, info = self._games.reset(seed=seeds)
+        if self._twin is not None:
+            self._picture = self._twin.reset(seed=None if seeds is None else seeds[:1])[0][0, -1]
         self._seeded = True
         for index in range(self.size):
             self._tally.forget(index)
@@ -133,6 +158,8 @@ class Games:
         check_actions(action, self.spec.action.size)
         chosen = np.where(self._lost, self._opening_action, action).astype(np.int64)
         frames, points, terminated, truncated, info = self._games.step(chosen)
+        if self._twin is not None:
+            self._picture = self._twin.step(chosen[:1])[0][0, -1]
         first = self._over | self._lost
         self._tally.add(points, ~self._over)
         over = terminated | truncated
@@ -157,9 +184,25 @@ class Games:
         """Return nothing: games do not fail one by one."""
         return []
 
+    def render(self) -> Array:
+        """Draw game 0 as it stands: uint8 [210, 160, 3]."""
+        check_drawn(self._id, self._twin is not None, self._picture is not None)
+        return np.array(self._picture)
+
+    def encode(self, observation: Any) -> Array:
+        """Turn one stack of frames into an array [1, ...]."""
+        frames = np.asarray(observation, np.uint8)
+        if frames.shape != self.spec.observation.shape:
+            raise ValueError(f"observation of shape {frames.shape}, but the game shows {self.spec.observation.shape}")
+        return frames[None]
+
+    def decode(self, action: Array) -> list[int]:
+        """Turn actions [B] into one number per game."""
+        return [int(number) for number in action]
+
     def close(self) -> None:
         """Release the games and their threads."""
-        self._games = None
+        self._games = self._twin = None
 
     def _count(self, over: Array, info: Mapping[str, Any]) -> None:
         if self._metrics:

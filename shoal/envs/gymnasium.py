@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,23 +17,85 @@ from shoal.core.types import ActionSpec, Array, ArraySpec
 Write: TypeAlias = Callable[[Any, int, Any], None]  # (arrays [B, ...], row, value of the space)
 Decode: TypeAlias = Callable[[Array], Any]  # actions [B] or [B, A] → one value of the space per environment
 
-EXTRAS = ("box2d", "mujoco")
+EXTRAS = {"pygame": "video", "box2d": "box2d", "mujoco": "mujoco"}  # what an error names → who brings it
+# Pictures need neither a screen nor a loudspeaker, and the libraries that draw them should print nothing.
+QUIET = {"PYGAME_HIDE_SUPPORT_PROMPT": "1", "SDL_VIDEODRIVER": "dummy", "SDL_AUDIODRIVER": "dummy"}
 
 
-def create(id: str, arguments: Mapping[str, Any]) -> Any:
+def create(id: str, arguments: Mapping[str, Any], render: bool = False) -> Any:
     """Make a single environment; what is wrong with an id is said with what would be right."""
     import gymnasium
 
-    try:
+    with explained(id):
+        if render:
+            return _create_drawn(id, arguments)
         return gymnasium.make(id, disable_env_checker=True, **arguments)
+
+
+def check(id: str) -> None:
+    """Refuse an id that nobody registered, without making the environment."""
+    import gymnasium
+
+    with explained(id):
+        gymnasium.spec(id)
+
+
+@contextmanager
+def explained(id: str) -> Iterator[None]:
+    """Say what is wrong with an id, and what would be right."""
+    import gymnasium
+
+    try:
+        yield
     except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as error:
         raise Fatal(f"unknown environment {id!r}: {error} {_nearest(id)}") from error
     except gymnasium.error.DependencyNotInstalled as error:
-        extra = next((extra for extra in EXTRAS if extra in str(error).lower()), None)
-        remedy = f"pip install 'shoal[{extra}]'" if extra else str(error)
-        raise Fatal(f"{id} needs packages that are not installed: {remedy}") from error
+        raise Fatal(_missing(id, error)) from error
     except ModuleNotFoundError as error:
         raise Fatal(f"environment {id!r} could not be imported: {error}") from error
+
+
+def _create_drawn(id: str, arguments: Mapping[str, Any]) -> Any:
+    """Make an environment that draws pictures of itself."""
+    import gymnasium
+
+    for variable, value in QUIET.items():
+        os.environ.setdefault(variable, value)
+    try:
+        with warnings.catch_warnings():  # an error below says the same
+            warnings.filterwarnings("ignore", message=".*initialised with render_mode")
+            environment = gymnasium.make(id, disable_env_checker=True, **{**arguments, "render_mode": "rgb_array"})
+    except TypeError as error:
+        if "'render_mode'" in str(error):
+            raise Fatal(f"{id} cannot be pictured: it takes no `render_mode`") from error
+        raise
+    modes = list(environment.metadata.get("render_modes") or ())
+    if "rgb_array" not in modes:
+        environment.close()
+        raise Fatal(f"{id} cannot be pictured: its render modes are {modes}, and 'rgb_array' is not among them")
+    return environment
+
+
+def picture(name: str, environment: Any) -> Array:
+    """Draw an environment as it stands: uint8 [H, W, 3]."""
+    import gymnasium
+
+    try:
+        drawn = environment.render()
+    except (gymnasium.error.DependencyNotInstalled, ModuleNotFoundError) as error:
+        raise Fatal(_missing(name, error)) from error
+    except Exception as error:
+        raise Fatal(f"{name} could not be pictured: {type(error).__name__}: {error}") from error
+    if not isinstance(drawn, np.ndarray) or drawn.dtype != np.uint8 or drawn.ndim != 3 or drawn.shape[2] != 3:
+        found = f"{drawn.dtype} {list(drawn.shape)}" if isinstance(drawn, np.ndarray) else type(drawn).__name__
+        raise Fatal(f"{name} cannot be pictured: its render() gives {found}, not uint8 [H, W, 3]")
+    return drawn.copy()  # some draw into the same memory again
+
+
+def _missing(name: str, error: Exception) -> str:
+    extra = next((extra for word, extra in EXTRAS.items() if word in str(error).lower()), None)
+    remedy = f"pip install 'shoal[{extra}]'" if extra else str(error)
+    return f"{name} needs packages that are not installed: {remedy}"
 
 
 def _nearest(id: str) -> str:

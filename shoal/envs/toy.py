@@ -15,12 +15,31 @@ from shoal.core.types import Array
 Opening: TypeAlias = tuple[Any, dict[str, Any]]
 Outcome: TypeAlias = tuple[Any, float, bool, bool, dict[str, Any]]
 
+METADATA = {"render_modes": ["rgb_array"], "render_fps": 5}  # slow enough to follow
+BLOCK = 24  # pixels along the side of a drawn cell
+LEVELS = 10  # cells in a bar
+
+
+def blocks(cells: Array) -> Array:
+    """Draw cells [rows, columns] between 0 and 1 as grey blocks: uint8 [H, W, 3]."""
+    tile = np.full((BLOCK, BLOCK), 255.0)
+    tile[0], tile[-1], tile[:, 0], tile[:, -1] = 0, 0, 0, 0  # a dark edge parts the cells
+    grey = np.kron(0.15 + 0.85 * cells, tile).astype(np.uint8)
+    return np.repeat(grey[..., None], 3, axis=2)
+
+
+def bars(values: Array) -> Array:
+    """Draw numbers between 0 and 1 as bars side by side, the last cell of each as bright as it is full."""
+    return blocks(np.clip(LEVELS * np.asarray(values) - np.arange(LEVELS)[::-1, None], 0, 1))
+
 
 class Catch:
     """Move a paddle under a falling ball: +1 for catching it, -1 for missing it.
 
     The board and its rules are those of bsuite, arXiv:1908.03568.
     """
+
+    metadata = METADATA
 
     def __init__(self, rows: int = 10, columns: int = 5) -> None:
         from gymnasium import spaces
@@ -46,6 +65,13 @@ class Catch:
         reward = (1.0 if self._ball[1] == self._paddle else -1.0) if landed else 0.0
         return self._board(), reward, landed, False, {}
 
+    def render(self) -> Array:
+        """Draw the board, with the paddle a little darker than the ball."""
+        cells = np.zeros((self._rows, self._columns))
+        cells[-1, self._paddle] = 0.6
+        cells[self._ball[0], self._ball[1]] = 1.0
+        return blocks(cells)
+
     def close(self) -> None:
         """Nothing to release."""
 
@@ -58,6 +84,8 @@ class Catch:
 
 class Identity:
     """Name the state that is shown: +1 each time it is right."""
+
+    metadata = METADATA
 
     def __init__(self, states: int = 4, length: int = 10) -> None:
         from gymnasium import spaces
@@ -82,12 +110,18 @@ class Identity:
         self._state = self._random.integers(self._states)
         return self._state, reward, self._count == self._length, False, {}
 
+    def render(self) -> Array:
+        """Draw the state as the one full bar."""
+        return bars(np.arange(self._states) == self._state)
+
     def close(self) -> None:
         """Nothing to release."""
 
 
 class Target:
     """Name the numbers that are shown: minus the squared distance each time."""
+
+    metadata = METADATA
 
     def __init__(self, size: int = 1, length: int = 10) -> None:
         from gymnasium import spaces
@@ -112,6 +146,10 @@ class Target:
         self._target = self._draw()
         return self._target, reward, self._count == self._length, False, {}
 
+    def render(self) -> Array:
+        """Draw the numbers as bars; half full is zero."""
+        return bars((self._target + 1) / 2)
+
     def close(self) -> None:
         """Nothing to release."""
 
@@ -126,6 +164,8 @@ class Counting:
     action or -1]; the reward is the number of actions taken, so the action chosen at count c earns c + 1.
     """
 
+    metadata = METADATA
+
     def __init__(
         self,
         length: int = 5,
@@ -138,7 +178,7 @@ class Counting:
             raise ValueError(f"ending must be 'termination' or 'truncation', not {ending!r}")
         self.observation_space = spaces.Box(-np.inf, np.inf, (4,), np.float32)
         self.action_space = spaces.Discrete(actions)
-        self._length, self._ending = length, ending
+        self._length, self._ending, self._actions = length, ending, actions
         self._episode, self._own = -1, 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Opening:
@@ -156,11 +196,19 @@ class Counting:
         terminated = ended and self._ending == "termination"
         return self._show(action), float(self._count), terminated, ended and not terminated, {}
 
+    def render(self) -> Array:
+        """Draw the observation as bars, of which the episode's fills up again every tenth."""
+        count, episode, own, action = self._seen
+        return bars(
+            np.array([count / self._length, episode % LEVELS / LEVELS, own / 2**24, (action + 1) / self._actions])
+        )
+
     def close(self) -> None:
         """Nothing to release."""
 
     def _show(self, action: int) -> Array:
-        return np.array([self._count, self._episode, self._own, action], np.float32)
+        self._seen = np.array([self._count, self._episode, self._own, action], np.float32)
+        return self._seen
 
 
 class Memory:
@@ -169,6 +217,8 @@ class Memory:
     An observation is [one-hot cue or zeros, share of the time that has passed]. The cue stands in the first
     observation only; `length` blank ones follow, and the action chosen at the last of them is judged.
     """
+
+    metadata = METADATA
 
     def __init__(self, cues: int = 2, length: int = 8) -> None:
         from gymnasium import spaces
@@ -184,16 +234,21 @@ class Memory:
             self._random = np.random.default_rng(seed)
         self._count = 0
         self._cue = int(self._random.integers(self._cues))
-        observation = self._blank()
-        observation[self._cue] = 1.0
-        return observation, {}
+        self._seen = self._blank()
+        self._seen[self._cue] = 1.0
+        return self._seen, {}
 
     def step(self, action: int) -> Outcome:
         """Let time pass, and judge the action at its end."""
         judged = self._count == self._length
         reward = (1.0 if action == self._cue else -1.0) if judged else 0.0
         self._count = min(self._count + 1, self._length)
-        return self._blank(), reward, judged, False, {}
+        self._seen = self._blank()
+        return self._seen, reward, judged, False, {}
+
+    def render(self) -> Array:
+        """Draw the observation as bars."""
+        return bars(self._seen)
 
     def close(self) -> None:
         """Nothing to release."""

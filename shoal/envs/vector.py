@@ -14,6 +14,7 @@ from shoal.core.tree import leaves, map_tree
 from shoal.core.types import Array, Spec, Step
 
 HEALTHY_STEPS = 100  # after so many steps without a fault, the next fault begins a new row
+USUAL_FPS = 30  # what Gymnasium's own recorder takes where an environment does not say
 
 
 class Episode(NamedTuple):
@@ -51,6 +52,11 @@ class Worlds(Protocol):
         """The number of environments, B."""
         ...
 
+    @property
+    def fps(self) -> float:
+        """Steps in a second of watching."""
+        ...
+
     def reset(self) -> Step:
         """Open an episode in every environment, leaving those under way."""
         ...
@@ -65,6 +71,18 @@ class Worlds(Protocol):
 
     def faults(self) -> list[str]:
         """Hand over the reports of faults since the last call: one line each, then the traceback."""
+        ...
+
+    def render(self) -> Array:
+        """Draw environment 0 as it stands: uint8 [H, W, 3]; only worlds that were made to be pictured can."""
+        ...
+
+    def encode(self, observation: Any) -> Any:
+        """Turn one observation, as an environment shows it, into arrays [1, ...]."""
+        ...
+
+    def decode(self, action: Array) -> Any:
+        """Turn actions [B] or [B, A] into one per environment, as it takes them."""
         ...
 
     def close(self) -> None:
@@ -136,23 +154,27 @@ class Vector:
         seed: int,
         max_faults: int,
         metrics: Mapping[str, str],
+        render: bool = False,
     ) -> None:
         from shoal.envs import gymnasium
 
         self.size = size
         self.environments: list[Any] = []  # None: closed after a fault, to be made anew
         self._name, self._create, self._max_faults, self._metrics = name, create, max_faults, metrics
+        self._drawn = render
+        self._picture: Array | None = None  # the last one
         try:
             for _ in range(size):
                 self.environments.append(create())
             seen, self._write = gymnasium.observations(self.environments[0].observation_space)
-            taken, self._decode = gymnasium.actions(self.environments[0].action_space)
+            taken, self.decode = gymnasium.actions(self.environments[0].action_space)
         except Exception as error:
             self.close()
             if isinstance(error, ShoalError):
                 raise
             raise Fatal(f"could not make {name}: {type(error).__name__}: {error}") from error
         self.spec = Spec(seen, taken)
+        self._metadata = getattr(self.environments[0], "metadata", None) or {}
         self._observation = map_tree(lambda leaf: np.zeros((size, *leaf.shape), leaf.dtype), seen)
         self._ended = [True] * size  # the next step opens an episode
         self._seeds = np.random.SeedSequence(seed).spawn(size)
@@ -165,6 +187,11 @@ class Vector:
         self._tally = Tally(size, metrics)
         self._steps = 0
 
+    @property
+    def fps(self) -> float:
+        """Steps in a second of watching."""
+        return float(self._metadata.get("render_fps") or USUAL_FPS)
+
     def reset(self) -> Step:
         """Open an episode in every environment, leaving those under way."""
         observation = map_tree(np.empty_like, self._observation)
@@ -176,7 +203,7 @@ class Vector:
 
     def step(self, action: Array) -> Step:
         """Take one action, of shape [B] or [B, A], in every environment."""
-        chosen = self._decode(action)
+        chosen = self.decode(action)
         observation = map_tree(np.empty_like, self._observation)
         reward, discount = np.zeros(self.size), np.ones(self.size, np.float32)
         opens, ended = self._ended, [False] * self.size
@@ -221,6 +248,23 @@ class Vector:
         """Hand over the reports of faults since the last call: one line each, then the traceback."""
         reports, self._reports = self._reports, []
         return reports
+
+    def render(self) -> Array:
+        """Draw environment 0 as it stands: uint8 [H, W, 3]; after a fault, its last picture once more."""
+        from shoal.envs import gymnasium
+
+        check_drawn(self._name, self._drawn, self._opened[0])
+        if self.environments[0] is not None:
+            self._picture = gymnasium.picture(self._name, self.environments[0])
+        if self._picture is None:
+            raise ShoalError(f"{self._name} has no picture yet: it failed before it was first drawn")
+        return self._picture
+
+    def encode(self, observation: Any) -> Any:
+        """Turn one observation, as an environment shows it, into arrays [1, ...]."""
+        arrays = map_tree(lambda leaf: np.zeros((1, *leaf.shape), leaf.dtype), self.spec.observation)
+        self._write(arrays, 0, observation)
+        return arrays
 
     def close(self) -> None:
         """Close every environment."""
@@ -269,6 +313,14 @@ class Vector:
         if environment is not None:
             with suppress(Exception):  # a broken one may fail to close as well, and must not keep others open
                 environment.close()
+
+
+def check_drawn(name: str, drawn: bool, opened: bool) -> None:
+    """Refuse a picture of worlds that were not made for it, or that show nothing yet."""
+    if not drawn:
+        raise Fatal(f"{name} cannot be pictured: it was made without `render=True`")
+    if not opened:
+        raise Fatal(f"{name} has no picture before reset()")
 
 
 def derive(seeds: np.random.SeedSequence) -> int:

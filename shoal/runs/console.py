@@ -1,47 +1,102 @@
-"""Progress, a line at a time."""
+"""Progress for whoever watches: a live panel on a terminal, else a line at a time."""
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
-from collections.abc import Mapping
-from typing import Any
-
-from shoal.core.types import Work
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
 
 log = logging.getLogger("shoal")
-LOOK = 0.5  # seconds between looks for news
+FORMAT = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
 SHOWN = ("policy_loss", "value_loss", "entropy", "lag")
 
 
-def show(experiment: Any, journal: Any) -> Work:
-    """Log a line at every interval, each evaluation and each fault; it only ever waits."""
-    shown, looked = 0, 0.0
-    last_steps, last_time = 0, time.monotonic()
+class Display(Protocol):
+    """Something that shows a view of the run."""
+
+    def show(self, view: Mapping[str, Any], last: bool) -> None:
+        """Show how things stand."""
+        ...
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        ...
+
+
+class Lines:
+    """A plain line at every interval."""
+
+    def __init__(self, interval: float) -> None:
+        """Begin to count the time."""
+        self.interval, self.shown = interval, time.monotonic()
+
+    def show(self, view: Mapping[str, Any], last: bool) -> None:
+        """Log a line if it is time."""
+        if time.monotonic() - self.shown >= self.interval:
+            self.shown = time.monotonic()
+            log.info(progress_line(view))
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+
+def display(interval: float) -> Display:
+    """A panel where there is a terminal, lines elsewhere."""
+    if sys.stderr.isatty():
+        from shoal.runs.panel import Panel
+
+        return Panel()
+    return Lines(interval)
+
+
+class Terminal(logging.StreamHandler[Any]):
+    """Writes to what `sys.stderr` is at the moment, which a panel may have replaced to stay below the lines."""
+
+    @property
+    def stream(self) -> Any:
+        """The standard error of now."""
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: Any) -> None:
+        """Take no other."""
+
+
+class Quiet(logging.FileHandler):
+    """A log file that gives up silently where the disk is full: training matters more."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Let go."""
+
+
+@contextmanager
+def logging_to(file: Path) -> Iterator[None]:
+    """Send the log to a file and to the terminal, where nothing else takes it."""
+    before = log.level
+    handlers: list[logging.Handler] = [Terminal()] if not log.hasHandlers() else []
+    with suppress(OSError):
+        handlers.append(Quiet(file, delay=True, encoding="utf-8"))
+    for handler in handlers:
+        handler.setFormatter(FORMAT)
+        log.addHandler(handler)
+    log.setLevel(min(before, logging.INFO) or logging.INFO)
     try:
-        while True:
-            now = time.monotonic()
-            if now - looked >= min(experiment.log_every, LOOK):
-                looked = now
-                shown = news(journal, shown)
-            if now - last_time >= experiment.log_every:
-                state = journal.snapshot()
-                rate = (state["steps"] - last_steps) / (now - last_time)
-                last_steps, last_time = state["steps"], now
-                log.info(progress_line(experiment.steps, state, rate))
-            yield False
+        yield
     finally:
-        news(journal, shown)
+        log.setLevel(before)
+        for handler in handlers:
+            log.removeHandler(handler)
+            with suppress(OSError):
+                handler.close()
 
 
-def news(journal: Any, shown: int) -> int:
-    """Log the faults and evaluations that were not shown yet, and return how many evaluations are now."""
-    for fault in journal.drain_faults():
-        log.warning(fault)
-    evaluations = journal.snapshot()["evaluations"]
-    for result in evaluations[shown:]:
-        log.info(evaluation_line(result))
-    return len(evaluations)
+def title(experiment: Any) -> str:
+    """What runs where, in a few words."""
+    return f"{experiment.algorithm_name} on {experiment.environment.id} · {experiment.engine}"
 
 
 def evaluation_line(result: Mapping[str, Any]) -> str:
@@ -51,10 +106,23 @@ def evaluation_line(result: Mapping[str, Any]) -> str:
     return f"evaluation at step {result['steps']:,}: mean return {result['mean']:.1f} over {count} episodes{extra}"
 
 
-def progress_line(total: int, state: Mapping[str, Any], rate: float) -> str:
+def progress_line(view: Mapping[str, Any]) -> str:
     """The run's progress as a line."""
-    parts = [f"{100 * state['steps'] / total:3.0f} %", f"step {state['steps']:,}", f"{rate:,.0f} steps/s"]
-    if state["recent_return"] is not None:
-        parts.append(f"return {state['recent_return']:.1f}")
-    parts += [f"{name} {value:.3g}" for name, value in state["metrics"].items() if name in SHOWN]
+    parts = [f"{100 * view['steps'] / view['total']:3.0f} %", f"step {view['steps']:,}"]
+    parts += [f"{view['steps_per_s']:,.0f} steps/s"]
+    if view["left"] is not None:
+        parts.append(f"{duration(view['left'])} left")
+    if view["return"] is not None:
+        parts.append(f"return {view['return']:.1f}")
+    parts += [f"{name} {value:.3g}" for name, value in view["metrics"].items() if name in SHOWN]
     return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """A time span as people say it: 45 s, 12:30 min, 3:05 h."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60) if seconds >= 3600 else int(seconds // 60)
+    if seconds < 3600:
+        return f"{minutes}:{int(seconds % 60):02d} min"
+    return f"{minutes // 60}:{minutes % 60:02d} h"

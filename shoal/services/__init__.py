@@ -1,0 +1,3 @@
+"""Services: they answer at once and call nobody."""
+
+STORES = {"queue": "shoal.services.queue:Queue"}

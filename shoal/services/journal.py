@@ -9,27 +9,47 @@ from typing import Any
 
 
 class Journal:
-    """Counts, newest metrics, recent episodes, evaluations and faults."""
+    """Counts, metrics, recent episodes, evaluations and faults."""
 
-    def __init__(self, target: float | None = None) -> None:
-        """Stop the run when an evaluation reaches the target, if there is one."""
+    def __init__(self, target: float | None = None, state: Mapping[str, Any] | None = None) -> None:
+        """Stop the run when an evaluation reaches the target, if there is one; go on from a saved state."""
+        state = state or {}
         self.target = target
-        self.started = time.time()
-        self.first_update: float | None = None
-        self.counts = {"steps": 0, "updates": 0, "episodes": 0, "faults": 0}
-        self.metrics: dict[str, float] = {}
-        self.episodes: deque[tuple[float, int]] = deque(maxlen=100)
-        self.evaluations: list[dict[str, Any]] = []
+        self.started = time.time() - state.get("seconds", 0.0)
+        self.first_update: float | None = state.get("first_update")  # seconds after the start
+        self.counts = {"steps": 0, "updates": 0, "episodes": 0, "faults": 0, **state.get("counts", {})}
+        self.metrics: dict[str, float] = dict(state.get("metrics", {}))  # the newest
+        self.sums: dict[str, tuple[float, int]] = {}  # since the last look of the recorder
+        self.episodes = deque[tuple[float, int]](map(tuple, state.get("episodes", ())), maxlen=100)
+        self.evaluations: list[dict[str, Any]] = list(state.get("evaluations", ()))
+        self.told = len(self.evaluations)  # how many the recorder has
         self.faults: deque[str] = deque(maxlen=20)
+        self.checkpoint: dict[str, float] | None = None
         self.stopped_by = ""
 
     def learned(self, steps: int, updates: int, metrics: Mapping[str, float]) -> bool:
         """Take the learner's progress; True: end the run."""
         if updates and self.first_update is None:
-            self.first_update = time.time()
+            self.first_update = time.time() - self.started
         self.counts["steps"], self.counts["updates"] = steps, updates
         self.metrics.update(metrics)
+        for name, value in metrics.items():
+            total, count = self.sums.get(name, (0.0, 0))
+            self.sums[name] = total + value, count + 1
         return bool(self.stopped_by)
+
+    def went_back(self, steps: int) -> None:
+        """Take that the learner goes on from so many steps, and forget what was scored after them."""
+        self.counts["steps"] = steps
+        self.evaluations = [result for result in self.evaluations if result["steps"] <= steps]
+        self.told = min(self.told, len(self.evaluations))
+
+    def saved(self, steps: int, problem: str) -> None:
+        """Take that a checkpoint was saved, or why not."""
+        if problem:
+            self.report(problem)
+        else:
+            self.checkpoint = {"steps": steps, "time": time.time()}
 
     def acted(self, episodes: list[Any], faults: list[str]) -> None:
         """Take the episodes, as [score, length, …], that ended with an actor, and what broke there."""
@@ -38,12 +58,20 @@ class Journal:
         self.counts["faults"] += len(faults)
         self.faults.extend(faults)
 
+    def report(self, problem: str) -> None:
+        """Take something that a user should know."""
+        self.faults.append(problem)
+
     def evaluated(self, result: Mapping[str, Any]) -> bool:
         """Take an evaluation: `steps` that produced the weights, `mean`, `scores` and metrics; True: no more wanted."""
         self.evaluations.append({**result, "seconds": time.time() - self.started})
         if self.target is not None and result["mean"] >= self.target:
             self.stop("target")
         return bool(self.stopped_by)
+
+    def last_evaluated(self) -> int:
+        """The steps behind the weights that were scored last."""
+        return self.evaluations[-1]["steps"] if self.evaluations else 0
 
     def stop(self, reason: str) -> None:
         """Ask the learner to end the run; the first reason stays."""
@@ -53,21 +81,45 @@ class Journal:
         """Why the run should end; empty: it should not."""
         return self.stopped_by
 
-    def drain_faults(self) -> list[str]:
-        """The fault reports since the last call."""
-        faults = list(self.faults)
+    def drain(self) -> Mapping[str, Any]:
+        """A snapshot with the evaluations and faults since the last call, and the metrics' means since then."""
+        means = {name: total / count for name, (total, count) in self.sums.items()}
+        news = {
+            **self.snapshot(),
+            "metrics": means,
+            "evaluations": self.evaluations[self.told :],
+            "faults_told": list(self.faults),
+            "checkpoint": self.checkpoint,
+        }
+        self.told = len(self.evaluations)
         self.faults.clear()
-        return faults
+        self.sums.clear()
+        return news
 
     def snapshot(self) -> Mapping[str, Any]:
-        """Everything, for display and summary."""
-        scores = [score for score, _ in self.episodes]
+        """Everything, for the summary."""
         return {
             **self.counts,
             "seconds": time.time() - self.started,
-            "first_update": self.first_update and self.first_update - self.started,
+            "first_update": self.first_update,
             "metrics": dict(self.metrics),
-            "recent_return": sum(scores) / len(scores) if scores else None,
+            "return": _mean([score for score, _ in self.episodes]),
+            "length": _mean([length for _, length in self.episodes]),
             "evaluations": list(self.evaluations),
             "stopped_by": self.stopped_by,
         }
+
+    def state(self) -> Mapping[str, Any]:
+        """What a resumed run goes on from."""
+        return {
+            "seconds": time.time() - self.started,
+            "first_update": self.first_update,
+            "counts": dict(self.counts),
+            "metrics": dict(self.metrics),
+            "episodes": [list(episode) for episode in self.episodes],
+            "evaluations": list(self.evaluations),
+        }
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -23,11 +23,15 @@ class Parameters:
         """Begin with none."""
         self.newest: dict[str, Any] | None = None
 
-    def publish(self, version: int, steps: int, final: bool, weights: Tree) -> None:
-        """Replace the weights; they are copied, since the learner goes on changing its own."""
+    def publish(self, version: int, steps: int, period: int, final: bool, weights: Tree) -> None:
+        """Replace the weights; they are copied, since the learner goes on changing its own.
+
+        A new period asks everyone to begin afresh, which makes the checkpoint before it a point to go on from exactly.
+        """
         self.newest = {
             "version": version,
             "steps": steps,
+            "period": period,
             "final": final,
             "weights": map_tree(in_order, weights),
         }

@@ -73,6 +73,12 @@ class Queue:
     def update(self, key: Array, priority: Array) -> None:
         """Nothing to do: no item comes twice."""
 
+    def clear(self) -> None:
+        """Forget what waits."""
+        self.free.extend(self.filled)
+        self.filled.clear()
+        self.free = deque(sorted(self.free))  # as at the beginning, so that the same puts take the same places
+
     def status(self) -> Mapping[str, int]:
         """How full it is, and how many items were too old to use."""
         return {"filled": len(self.filled), "capacity": self.capacity, "dropped": self.dropped}

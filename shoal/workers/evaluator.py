@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,8 @@ import torch
 
 from shoal import envs
 from shoal.core.algorithm import Algorithm
-from shoal.core.tree import to_torch
+from shoal.core.randomness import derive, seed_everything
+from shoal.core.tree import to_numpy, to_torch
 from shoal.core.types import INTERRUPTED, Step, Work
 from shoal.workers.policy import Follower
 
@@ -19,11 +19,13 @@ WIDEST = 32  # environments stepped together
 PATIENCE = 200  # steps between questions whether anyone still wants to know
 
 
-def evaluate(experiment: Any, parameters: Any, journal: Any) -> Work:
+def evaluate(experiment: Any, parameters: Any, journal: Any, checkpoints: Any) -> Work:
     """Score the weights each time enough steps have passed, and the last ones; one unit of work is one score."""
     torch.set_num_threads(1)
-    due, final = experiment.evaluation_interval, False
+    own = int(np.random.randint(2**31))
+    due, final = journal.last_evaluated() + experiment.evaluation_interval, False
     worlds: Any = None
+    policy: Follower | None = None
     try:
         while not final:
             status = parameters.status()
@@ -33,39 +35,44 @@ def evaluate(experiment: Any, parameters: Any, journal: Any) -> Work:
             if status["final"] and journal.stopping():
                 return  # stopped on purpose: the last score stands
             if worlds is None:  # only now, since a start has better use for the cores
-                worlds = open_worlds(experiment)
-                policy = Follower(experiment.algorithm, worlds.spec, experiment.actor_device)
+                seed = derive(own, status["steps"]) if experiment.lockstep else own
+                worlds = open_worlds(experiment, seed)
+            policy = policy or Follower(experiment.algorithm, worlds.spec, experiment.actor_device)
             policy.follow(parameters)
-            episodes = play(
-                experiment.algorithm,
-                policy,
-                worlds,
-                experiment.evaluation.episodes,
-                lambda: journal.stopping() == INTERRUPTED,
-            )
-            if episodes is None:
-                return
-            if journal.evaluated(summarise(policy.steps, episodes)):
+            if experiment.lockstep:  # a score depends on the weights only, not on the scores before it
+                seed_everything(derive(own, policy.steps, "choices"))
+            ended: list[envs.Episode] = []
+            playing = play(experiment.algorithm, policy, worlds, experiment.evaluation.episodes)
+            for instant, ended in enumerate(playing, 1):  # noqa: B007 - the last is what counts
+                if instant % PATIENCE == 0 and journal.stopping() == INTERRUPTED:
+                    return
+            result = summarise(policy.steps, ended)
+            over = journal.evaluated(result)
+            best = {"weights": to_numpy(policy.net.state_dict()), "state": result}
+            if problem := checkpoints.save_best(best):
+                journal.report(problem)
+            if over:
                 return
             due, final = policy.steps + experiment.evaluation_interval, policy.final
+            if experiment.lockstep:
+                worlds.close()
+                worlds = None
             yield True
     finally:
         if worlds is not None:
             worlds.close()
 
 
-def open_worlds(experiment: Any) -> envs.Worlds:
+def open_worlds(experiment: Any, seed: int) -> envs.Worlds:
     """Environments for evaluation, with seeds of their own."""
     size = min(experiment.evaluation.episodes, WIDEST)
-    return envs.make(experiment.environment, size, seed=int(np.random.randint(2**31)), evaluation=True)
+    return envs.make(experiment.environment, size, seed=seed, evaluation=True)
 
 
-def play(
-    algorithm: Algorithm, policy: Follower, worlds: Any, count: int, given_up: Callable[[], bool]
-) -> list[envs.Episode] | None:
-    """Play so many whole episodes, the same number in every environment but for the remainder; None: given up.
+def play(algorithm: Algorithm, policy: Follower, worlds: Any, count: int) -> Iterator[list[envs.Episode]]:
+    """Play so many whole episodes, the same number in every environment but for the remainder.
 
-    Taking those that end first would favour short ones.
+    Yields those that ended so far, at every instant. Taking the ones that end first would favour short ones.
     """
     torch.set_num_threads(1)
     size = worlds.size
@@ -73,9 +80,8 @@ def play(
     kept: list[envs.Episode] = []
     worlds.episodes()
     step, carry = worlds.reset(), algorithm.begin(policy.net, size)
-    for instant in itertools.count(1):
-        if instant % PATIENCE == 0 and given_up():
-            return None
+    yield kept
+    while wanted.any():
         with torch.inference_mode():
             choice = algorithm.act(policy.net, Step(*(to_torch(part, policy.device) for part in step)), carry, None)
         carry = choice.carry
@@ -84,9 +90,7 @@ def play(
             if wanted[episode.world]:
                 wanted[episode.world] -= 1
                 kept.append(episode)
-        if not wanted.any():
-            break
-    return kept
+        yield kept
 
 
 def summarise(steps: int, episodes: list[envs.Episode]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ class Follower:
         """Build the network, as yet untrained."""
         self.device = pick_device(device)
         self.net = algorithm.build(spec).to(self.device).eval()
-        self.version, self.steps, self.final = -1, 0, False
+        self.version, self.steps, self.period, self.final = -1, 0, 0, False
 
     def follow(self, parameters: Any) -> bool:
         """Load newer weights if there are any, and say whether there were."""
@@ -33,5 +33,6 @@ class Follower:
         if newest is None:
             return False
         self.net.load_state_dict(to_torch(newest["weights"], self.device))
-        self.version, self.steps, self.final = newest["version"], newest["steps"], newest["final"]
+        self.version, self.steps = newest["version"], newest["steps"]
+        self.period, self.final = newest["period"], newest["final"]
         return True

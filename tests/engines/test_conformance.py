@@ -189,7 +189,7 @@ def test_reports_say_where_the_time_went(build: Any, name: str) -> None:
     engine.wait("one")
     report = engine.report()["one"]
     assert report["moves"] == 1
-    assert 0 <= report["working"] <= 1.01
+    assert 0 <= report["working"] <= report["seconds"] + 0.01
 
 
 def test_a_call_has_a_deadline(build: Any) -> None:

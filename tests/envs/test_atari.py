@@ -187,12 +187,13 @@ def test_fire_opens_the_next_life():
     assert (column(play("Breakout", 300, fire_reset=False, **settings)[1], "discount") == 0).sum() == 0
 
 
-def test_close_ends_the_threads():
+@pytest.mark.parametrize("render", [False, True])
+def test_close_ends_the_threads(render):
     def threads():
         return len(os.listdir("/proc/self/task"))
 
     before = threads()
-    worlds = make(Environment(id="ALE/Pong-v5", atari=Atari(threads=3)), 3, seed=0)
+    worlds = make(Environment(id="ALE/Pong-v5", atari=Atari(threads=3)), 3, seed=0, render=render)
     worlds.reset()
     assert threads() > before
     worlds.close()
@@ -272,3 +273,89 @@ def test_a_new_game_with_fewer_lives_has_lost_none():
     told, _, actions = read((0, False, False, 6), (0, False, True, 6), (0, False, False, 5), (0, False, False, 5))
     assert told == [(0, 1, False), (0, 1, False), (0, 1, True), (0, 1, False)]
     assert actions == [3, 3, 3, 3]
+
+
+class Spy:
+    """Passes everything on to ALE's games and keeps what game 0 answered."""
+
+    def __init__(self, games):
+        self.games, self.told = games, []
+
+    def reset(self, seed):
+        frames, info = self.games.reset(seed=seed)
+        self.told.append((0, False, False, int(info["lives"][0])))
+        return frames, info
+
+    def step(self, action):
+        frames, points, terminated, truncated, info = self.games.step(action)
+        self.told.append((int(points[0]), bool(terminated[0]), bool(truncated[0]), int(info["lives"][0])))
+        return frames, points, terminated, truncated, info
+
+
+@pytest.mark.parametrize("game", ["Breakout", "SpaceInvaders"])
+def test_pictures_show_the_game_that_is_played(game):
+    # Observations as large as the pictures, so that both can be compared point by point.
+    atari = Atari(sticky=0.25, episodic_life=True, height=210, width=160, max_frames=900, threads=2)
+    assert (atari.noop_max, atari.fire_reset) == (30, True)
+    worlds = make(Environment(id=f"ALE/{game}-v5", atari=atari), 3, seed=4, render=True)
+    games, twin = worlds._games, worlds._twin = Spy(worlds._games), Spy(worlds._twin)
+    random = np.random.default_rng(0)
+    step = worlds.reset()
+    for instant in range(900):
+        if instant % 50 == 0 or step.first[0]:
+            picture = worlds.render()
+            assert (picture.dtype, picture.shape) == (np.uint8, (210, 160, 3))
+            brightness = picture @ [0.299, 0.587, 0.114]  # ITU-R BT.601
+            assert np.abs(brightness - step.observation[0, -1]).max() < 2
+        step = worlds.step(random.integers(worlds.spec.action.size, size=3)) if instant != 300 else worlds.reset()
+    worlds.close()
+    assert games.told == twin.told
+    points, terminated, truncated, _ = np.array(games.told).T
+    assert np.count_nonzero(points) > 3
+    assert (terminated | truncated).sum() >= 3
+
+
+def test_pictures_change_nothing():
+    def stream(render):
+        worlds = make(Environment(id="ALE/Pong-v5"), 2, seed=1, render=render)
+        steps = [worlds.reset(), *(worlds.step(np.array([2, 3])) for _ in range(30))]
+        worlds.close()
+        return steps
+
+    for one, other in zip(stream(True), stream(False), strict=True):
+        for mine, its in zip(one, other, strict=True):
+            np.testing.assert_array_equal(mine, its)
+
+
+def test_pictures_are_the_callers_to_keep():
+    worlds = make(Environment(id="ALE/Breakout-v5"), 1, seed=1, render=True)
+    worlds.reset()
+    kept = worlds.render()
+    copy = kept.copy()
+    for _ in range(20):
+        worlds.step(np.array([2]))
+    np.testing.assert_array_equal(kept, copy)
+    shown = worlds.render()
+    assert not np.array_equal(shown, copy)
+    shown[:] = 0
+    assert worlds.render().any()
+    worlds.close()
+
+
+def test_no_picture_without_asking_or_before_a_reset():
+    worlds = make(Environment(id="ALE/Pong-v5"), 1, seed=0)
+    worlds.reset()
+    with pytest.raises(Fatal, match="made without `render=True`"):
+        worlds.render()
+    worlds.close()
+    worlds = make(Environment(id="ALE/Pong-v5"), 1, seed=0, render=True)
+    with pytest.raises(Fatal, match=r"no picture before reset\(\)"):
+        worlds.render()
+    worlds.close()
+
+
+@pytest.mark.parametrize(("frameskip", "fps"), [(4, 15), (1, 60)])
+def test_a_second_of_watching_is_a_second_of_play(frameskip, fps):
+    worlds = make(Environment(id="ALE/Pong-v5", atari=Atari(frameskip=frameskip)), 1, seed=0)
+    assert worlds.fps == fps
+    worlds.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from typing import ClassVar
 
 import gymnasium
 import numpy as np
@@ -205,3 +207,149 @@ def test_missing_packages_name_the_extra(words, extra, monkeypatch):
     monkeypatch.setattr(gymnasium, "make", refuse)
     with pytest.raises(Fatal, match=rf"pip install 'shoal\[{extra}\]'"):
         make(Environment(id="LunarLander-v3"), 1, seed=0)
+
+
+class Drawing(gymnasium.Env):
+    """Shows what it is told to."""
+
+    metadata: ClassVar = {"render_modes": ["rgb_array"]}
+    observation_space = spaces.Discrete(2)
+    action_space = spaces.Discrete(2)
+    closed = 0
+
+    def __init__(self, shows=None, render_mode=None):
+        self.shows, self.render_mode = shows, render_mode
+
+    def reset(self, *, seed=None, options=None):
+        return 0, {}
+
+    def render(self):
+        if isinstance(self.shows, Exception):
+            raise self.shows
+        return self.shows
+
+    def close(self):
+        Drawing.closed += 1
+
+
+class Hidden(Drawing):
+    metadata: ClassVar = {"render_modes": ["human", "ansi"]}
+
+
+class Blind(Drawing):
+    def __init__(self):
+        super().__init__()
+
+
+@pytest.fixture
+def drawings():
+    """Registers the environments above under their own names."""
+    for kind in (Drawing, Hidden, Blind):
+        gymnasium.register(f"{kind.__name__}-v0", entry_point=kind)
+    Drawing.closed = 0
+    yield
+    for kind in (Drawing, Hidden, Blind):
+        gymnasium.registry.pop(f"{kind.__name__}-v0")
+
+
+def test_pictures_show_environment_0_at_this_moment():
+    worlds = make(Environment(id="CartPole-v1"), 2, seed=0, render=True)
+    assert worlds.fps == 50
+    worlds.reset()
+    before = worlds.render()
+    assert (before.dtype, before.shape) == (np.uint8, (400, 600, 3))
+    copy = before.copy()
+    for _ in range(8):
+        worlds.step(np.array([1, 0]))
+    after = worlds.render()
+    np.testing.assert_array_equal(before, copy)
+    assert not np.array_equal(before, after)
+    np.testing.assert_array_equal(after, worlds.environments[0].render())
+    assert not np.array_equal(after, worlds.environments[1].render())
+    worlds.close()
+
+
+def test_pictures_change_nothing():
+    def stream(render):
+        worlds = make(Environment(id="CartPole-v1"), 2, seed=1, render=render)
+        observations = [worlds.reset().observation]
+        for _ in range(40):
+            observations.append(worlds.step(np.array([0, 1])).observation)
+            if render:
+                worlds.render()
+        worlds.close()
+        return observations
+
+    np.testing.assert_array_equal(stream(True), stream(False))
+
+
+def test_no_picture_without_asking_or_before_a_reset():
+    worlds = make(Environment(id="CartPole-v1"), 1, seed=0)
+    worlds.reset()
+    with pytest.raises(Fatal, match="CartPole-v1 cannot be pictured: it was made without `render=True`"):
+        worlds.render()
+    worlds.close()
+    worlds = make(Environment(id="CartPole-v1"), 1, seed=0, render=True)
+    with pytest.raises(Fatal, match=r"no picture before reset\(\)"):
+        worlds.render()
+    worlds.close()
+
+
+def test_environments_that_draw_nothing_are_refused(drawings):
+    with pytest.raises(Fatal, match=r"Hidden-v0 cannot be pictured: its render modes are \['human', 'ansi'\]"):
+        make(Environment(id="Hidden-v0"), 1, seed=0, render=True)
+    assert Drawing.closed == 1
+    with pytest.raises(Fatal, match="Blind-v0 cannot be pictured: it takes no `render_mode`"):
+        make(Environment(id="Blind-v0"), 1, seed=0, render=True)
+    for id in ("Hidden-v0", "Blind-v0"):
+        make(Environment(id=id), 1, seed=0).close()
+
+
+@pytest.mark.parametrize(
+    ("shows", "words"),
+    [
+        (None, r"gives NoneType, not uint8 \[H, W, 3\]"),
+        (np.zeros((4, 5, 4), np.uint8), r"gives uint8 \[4, 5, 4\]"),
+        (np.zeros((4, 5, 3)), r"gives float64 \[4, 5, 3\]"),
+        (np.zeros((4, 5), np.uint8), r"gives uint8 \[4, 5\]"),
+        (RuntimeError("no light"), "could not be pictured: RuntimeError: no light"),
+        (ModuleNotFoundError("No module named 'pygame'"), r"not installed: pip install 'shoal\[video\]'"),
+        (ModuleNotFoundError("No module named 'easel'"), "not installed: No module named 'easel'"),
+    ],
+)
+def test_what_is_no_picture_is_refused(shows, words, drawings):
+    worlds = make(Environment(id="Drawing-v0", arguments={"shows": shows}), 1, seed=0, render=True)
+    assert worlds.fps == 30
+    worlds.reset()
+    with pytest.raises(Fatal, match=f"Drawing-v0.*{words}"):
+        worlds.render()
+    worlds.close()
+
+
+def test_pictures_are_the_callers_to_keep(drawings):
+    paper = np.zeros((4, 5, 3), np.uint8)
+    worlds = make(Environment(id="Drawing-v0", arguments={"shows": paper}), 1, seed=0, render=True)
+    worlds.reset()
+    picture = worlds.render()
+    paper[:] = 9
+    assert not picture.any()
+    assert worlds.render().all()
+    worlds.close()
+
+
+def test_missing_pygame_names_the_extra(monkeypatch):
+    worlds = make(Environment(id="CartPole-v1"), 1, seed=0, render=True)
+    worlds.reset()
+    monkeypatch.setitem(sys.modules, "pygame", None)
+    with pytest.raises(Fatal, match=r"CartPole-v1 needs packages .*pip install 'shoal\[video\]'"):
+        worlds.render()
+    worlds.close()
+
+
+def test_pictures_print_nothing():
+    code = (
+        "from shoal.envs import *; worlds = make(Environment(id='CartPole-v1'), 1, seed=0, render=True);"
+        "worlds.reset(); worlds.render(); worlds.close()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout + done.stderr == ""

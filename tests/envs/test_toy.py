@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shoal.envs import TOYS, Environment, make
-from shoal.envs.toy import Catch, Counting, Identity, Memory, Target
+from shoal.envs.toy import BLOCK, LEVELS, Catch, Counting, Identity, Memory, Target, bars, blocks
 
 
 def play(id, choose, steps=200, **arguments):
@@ -93,3 +93,60 @@ def test_memory_judges_the_last_action():
 def test_counting_refuses_an_unknown_ending():
     with pytest.raises(ValueError, match="'termination' or 'truncation', not 'never'"):
         Counting(ending="never")
+
+
+def cells(id, *actions, **arguments):
+    """The brightness in the middle of every cell of the picture after some actions, between 0 and 1."""
+    worlds = make(Environment(id=id, arguments=arguments), 1, seed=0, render=True)
+    assert worlds.fps == 5
+    step = worlds.reset()
+    for action in actions:
+        step = worlds.step(np.array([action]))
+    picture = worlds.render()
+    worlds.close()
+    assert picture.dtype == np.uint8
+    assert (picture[..., :1] == picture).all()  # grey
+    middle = picture[BLOCK // 2 :: BLOCK, BLOCK // 2 :: BLOCK, 0] / 255
+    assert picture.shape == (middle.shape[0] * BLOCK, middle.shape[1] * BLOCK, 3)
+    return (middle - 0.15) / 0.85, step.observation[0]
+
+
+def heights(shown):
+    """How full each bar is."""
+    return shown.sum(axis=0) / LEVELS
+
+
+def test_the_picture_of_catch():
+    shown, observation = cells("Catch", 0, 0, 2, rows=6, columns=4)
+    board = observation.reshape(6, 4)
+    board[5, 1] = 0.6  # the paddle: two left and one right of the middle, column 2
+    np.testing.assert_allclose(shown, board, atol=0.01)
+
+
+def test_the_pictures_of_observations():
+    shown, observation = cells("Identity", states=5)
+    np.testing.assert_allclose(heights(shown), observation, atol=0.01)
+    shown, observation = cells("Target", [0.0, 0.0, 0.0], size=3)
+    np.testing.assert_allclose(heights(shown), (observation + 1) / 2, atol=0.01)
+    shown, observation = cells("Counting", 3, 1, length=5)
+    np.testing.assert_allclose(heights(shown), [0.4, 0.0, observation[2] / 2**24, 0.5], atol=0.01)
+    for actions in ((), (0, 0)):
+        shown, observation = cells("Memory", *actions)
+        np.testing.assert_allclose(heights(shown), observation, atol=0.01)
+    assert observation.tolist() == [0, 0, 0.25]
+
+
+def test_a_bar_fills_from_below():
+    expected = np.array([[0, 0, 1]] * 7 + [[0, 0.5, 1]] + [[0, 1, 1]] * 2)
+    np.testing.assert_array_equal(bars(np.array([0.0, 0.25, 1.0])), blocks(expected))
+
+
+@pytest.mark.parametrize("id", TOYS)
+def test_every_toy_can_be_pictured_to_the_end_and_beyond(id):
+    worlds = make(Environment(id=id), 2, seed=0, render=True)
+    worlds.reset()
+    shape = worlds.render().shape
+    for _ in range(25):
+        worlds.step(np.zeros((2, 1) if id == "Target" else 2, np.int64))
+        assert worlds.render().shape == shape
+    worlds.close()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from shoal.core.errors import Fatal
+from shoal.core.errors import Fatal, ShoalError
 from shoal.envs import Environment, make
 from shoal.envs.toy import Counting
 from shoal.envs.vector import HEALTHY_STEPS, Vector
@@ -305,6 +305,35 @@ def test_a_metric_that_is_no_number_is_reported():
     worlds.reset()
     worlds.step(np.array([0]))
     assert "metric 'gold' needs a number, but info holds 'none'" in worlds.faults()[0]
+    worlds.close()
+
+
+class Sketch(Faulty):
+    """Draws its count."""
+
+    def render(self):
+        return np.full((2, 2, 3), self.count, np.uint8)
+
+
+def test_after_a_fault_the_last_picture_is_shown_once_more():
+    worlds = Vector("Sketch", lambda: Sketch((3,)), 1, 7, 5, {}, render=True)
+    worlds.reset()
+    shown = [int(worlds.render()[0, 0, 0])]
+    for _ in range(5):
+        worlds.step(np.array([0]))
+        shown.append(int(worlds.render()[0, 0, 0]))
+    assert shown == [0, 1, 2, 2, 0, 1]
+    assert len(worlds.faults()) == 1
+    assert worlds.fps == 30  # nobody said
+    worlds.close()
+
+
+def test_no_picture_of_what_failed_before_it_was_drawn():
+    worlds = Vector("Sketch", lambda: Sketch((1,)), 1, 7, 5, {}, render=True)
+    worlds.reset()
+    worlds.step(np.array([0]))
+    with pytest.raises(ShoalError, match="no picture yet"):
+        worlds.render()
     worlds.close()
 
 

@@ -67,26 +67,26 @@ def test_counts():
         "faults": 1,
     }
     assert snapshot["metrics"] == {"loss": 0.25, "entropy": 0.5}
-    assert snapshot["recent_return"] == 3.0
+    assert snapshot["return"] == 3.0
 
 
-def test_the_recent_return_is_that_of_the_last_hundred_episodes():
+def test_the_return_is_that_of_the_last_hundred_episodes():
     journal = Journal()
-    assert journal.snapshot()["recent_return"] is None
+    assert journal.snapshot()["return"] is None
     journal.acted([[1000.0, 1]] * 50, [])
     for _ in range(4):
         journal.acted([[1.0, 1]] * 25, [])
-    assert journal.snapshot()["recent_return"] == 1.0
+    assert journal.snapshot()["return"] == 1.0
     assert journal.snapshot()["episodes"] == 150
 
 
 def test_faults_are_handed_out_once_and_the_oldest_give_way():
     journal = Journal()
     journal.acted([], ["one", "two"])
-    assert journal.drain_faults() == ["one", "two"]
-    assert journal.drain_faults() == []
+    assert journal.drain()["faults_told"] == ["one", "two"]
+    assert journal.drain()["faults_told"] == []
     journal.acted([], [str(i) for i in range(30)])
-    assert journal.drain_faults() == [str(i) for i in range(10, 30)]
+    assert journal.drain()["faults_told"] == [str(i) for i in range(10, 30)]
     assert journal.snapshot()["faults"] == 32
 
 
@@ -114,3 +114,54 @@ def test_a_snapshot_is_plain_data_that_does_not_change_afterwards():
     journal.learned(20, 2, {"loss": 2.0})
     journal.evaluated({"steps": 20, "mean": 9.0})
     assert json.dumps(snapshot) == before
+
+
+def test_what_is_drained_is_what_came_since_and_metrics_are_its_means():
+    journal = Journal()
+    journal.learned(10, 1, {"loss": 1.0})
+    journal.learned(20, 2, {"loss": 3.0, "entropy": 0.5})
+    journal.evaluated({"steps": 20, "mean": 1.0})
+    news = journal.drain()
+    assert news["metrics"] == {"loss": 2.0, "entropy": 0.5}
+    assert [result["mean"] for result in news["evaluations"]] == [1.0]
+    assert journal.drain()["metrics"] == {}
+    assert journal.drain()["evaluations"] == []
+    assert journal.snapshot()["metrics"] == {"loss": 3.0, "entropy": 0.5}
+    assert len(journal.snapshot()["evaluations"]) == 1
+
+
+def test_a_journal_goes_on_from_its_state(clock):
+    journal = Journal()
+    clock[0] = 1004.0
+    journal.learned(10, 1, {"loss": 1.0})
+    journal.acted([[2.0, 20]], ["broken"])
+    journal.evaluated({"steps": 10, "mean": 1.0})
+    state = json.loads(json.dumps(journal.state()))  # as a checkpoint keeps it
+    clock[0] = 5000.0
+    again = Journal(state=state)
+    clock[0] = 5001.0
+    old, new = journal.snapshot(), again.snapshot()
+    assert new["seconds"] == 5.0
+    assert {**old, "seconds": 0} == {**new, "seconds": 0}
+    assert again.last_evaluated() == 10
+    assert again.drain()["evaluations"] == []  # the recorder has them on disk
+
+
+def test_a_learner_that_went_back_takes_later_scores_with_it():
+    journal = Journal()
+    for steps in (10, 20, 30):
+        journal.evaluated({"steps": steps, "mean": 1.0})
+    journal.drain()
+    journal.went_back(20)
+    assert journal.last_evaluated() == 20
+    journal.evaluated({"steps": 30, "mean": 2.0})
+    assert [result["mean"] for result in journal.drain()["evaluations"]] == [2.0]
+
+
+def test_checkpoints_and_what_kept_them_from_the_disk_are_told(clock):
+    journal = Journal()
+    journal.saved(100, "")
+    journal.saved(200, "no space left")
+    news = journal.drain()
+    assert news["checkpoint"] == {"steps": 100, "time": 1000.0}
+    assert news["faults_told"] == ["no space left"]

@@ -208,3 +208,15 @@ def test_any_run_of_calls_agrees_with_a_plain_list(data):
             expected = [model.popleft()[0] for _ in range(size)] if enough else None
             assert names(queue.get(size, oldest)) == expected
         assert queue.status() == {"filled": len(model), "capacity": capacity, "dropped": dropped}
+
+
+def test_a_cleared_queue_is_as_at_the_beginning():
+    queue, fresh = Queue(5), Queue(5)
+    queue.put(items(1, 2, 3))
+    queue.get(2)
+    queue.clear()
+    assert queue.status()["filled"] == 0
+    for one in (queue, fresh):
+        assert one.put(items(4, 5, 6, 7, 8))
+    assert list(queue.filled) == list(fresh.filled)
+    assert names(queue.get(5)) == names(fresh.get(5)) == [4, 5, 6, 7, 8]

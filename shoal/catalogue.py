@@ -1,0 +1,69 @@
+"""What comes with Shoal, with a sentence each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from shoal.core.errors import SettingsError, nearest
+from shoal.core.recipe import find
+
+
+def catalogue(what: str | None) -> list[str]:
+    """The lines of one part, or of all of them; environments are listed in full only when asked for."""
+    parts: dict[str, Callable[[], list[str]]] = {
+        "algorithms": algorithms,
+        "engines": engines,
+        "stores": stores,
+        "environments": lambda: environments(full=what == "environments"),
+    }
+    if what is not None and what not in parts:
+        raise SettingsError(f"nothing is called {what!r}: {', '.join(parts)}{nearest(what, parts)}")
+    if what is not None:
+        return parts[what]()
+    return [line for name, lines in parts.items() for line in (f"{name}:", *(f"  {line}" for line in lines()), "")][:-1]
+
+
+def algorithms() -> list[str]:
+    """Every built-in algorithm."""
+    from shoal.algorithms import ALGORITHMS
+
+    return described(ALGORITHMS, "your own as package.module:Class")
+
+
+def engines() -> list[str]:
+    """Every built-in engine."""
+    from shoal.engines import ENGINES
+
+    return described(ENGINES, "your own as package.module:Class")
+
+
+def stores() -> list[str]:
+    """Every kind of store."""
+    from shoal.services import STORES
+
+    return described(STORES)
+
+
+def environments(full: bool) -> list[str]:
+    """Toy worlds, and every id that Gymnasium and ALE know here."""
+    import gymnasium
+
+    from shoal.envs import TOYS, atari
+
+    registered = [id for id in gymnasium.registry if not atari.is_atari(id) and "/" not in id]
+    lines = [f"{name:12} {sentence}" for name, sentence in TOYS.items()]
+    if full:
+        return [*lines, *registered, *atari.ids(), "my_package:MyEnv-v0  your own, registered with Gymnasium there"]
+    return [
+        *lines,
+        f"{len(registered)} of Gymnasium, such as CartPole-v1 and LunarLander-v3",
+        f"{len(atari.ids())} Atari games, such as ALE/Pong-v5",
+        "your own as my_package:MyEnv-v0",
+        "(`shoal list environments` names them all)",
+    ]
+
+
+def described(table: Mapping[str, str], *more: str) -> list[str]:
+    """Names with the first sentence of what they stand for."""
+    lines = [f"{name:12} {str(find(path).__doc__).splitlines()[0]}" for name, path in table.items()]
+    return [*lines, *more]

@@ -1,0 +1,79 @@
+"""A trained policy, for whatever you want to do with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal import envs
+from shoal.core.errors import SettingsError
+from shoal.core.tree import to_torch
+from shoal.core.types import Step
+from shoal.experiment import Experiment
+from shoal.experiment import load as load_experiment
+from shoal.runs import checkpoint, directory
+from shoal.workers.policy import Follower
+from shoal.workers.snapshot import load_weights
+
+
+class Policy:
+    """Chooses actions for one environment at a time; it remembers the episode where its network is recurrent."""
+
+    def __init__(self, experiment: Experiment, path: Path, device: str = "cpu") -> None:
+        """Load the weights of a checkpoint."""
+        self.experiment, self.path = experiment, path
+        saved = checkpoint.read(path)
+        self.state = saved["state"]
+        worlds = envs.make(experiment.environment, 1, seed=0)
+        try:
+            self.spec, self._encode, self._decode = worlds.spec, worlds.encode, worlds.decode
+        finally:
+            worlds.close()
+        self.follower = Follower(experiment.algorithm, self.spec, device)
+        load_weights(self.follower.net, saved["weights"])
+        self.reset()
+
+    @property
+    def steps(self) -> int:
+        """The environment steps that the weights were trained for."""
+        return int(self.state["steps"])
+
+    def reset(self) -> None:
+        """Begin a new episode: call it whenever the environment was reset."""
+        self._carry = self.experiment.algorithm.begin(self.follower.net, 1)
+        self._first = True
+
+    def act(self, observation: Any, explore: bool = False) -> Any:
+        """Choose an action for an observation, both as the environment itself shows and takes them."""
+        seen = self._encode(observation)
+        step = Step(seen, np.zeros(1, np.float32), np.ones(1, np.float32), np.array([self._first]))
+        device = self.follower.device
+        # Halfway between the least and the most exploring of the actors, where they differ.
+        rank = torch.full((1,), 0.5, device=device) if explore else None
+        with torch.inference_mode():
+            choice = self.experiment.algorithm.act(
+                self.follower.net, Step(*(to_torch(part, device) for part in step)), self._carry, rank
+            )
+        self._carry, self._first = choice.carry, False
+        return self._decode(choice.action.cpu().numpy())[0]
+
+    def __repr__(self) -> str:
+        """What it is and where it comes from."""
+        count = sum(parameter.numel() for parameter in self.follower.net.parameters())
+        return (
+            f"Policy({self.experiment.algorithm_name} for {self.experiment.environment.id}, "
+            f"{count:,} parameters, trained for {self.steps:,} steps, from {self.path})"
+        )
+
+
+def load(run: str | Path, checkpoint: str | int = "best", device: str = "cpu") -> Policy:
+    """Load the policy of a run; by default the one with the best evaluation."""
+    from shoal.runs.checkpoint import find
+
+    if Path(run).is_file():
+        raise SettingsError(f"{run} is a file: give the folder of a run; settings are read by shoal.configure")
+    folder = directory.locate(run)
+    return Policy(load_experiment(folder / directory.CONFIG), find(folder, str(checkpoint)), device)

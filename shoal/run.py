@@ -1,0 +1,235 @@
+"""A run on disk: what came of it, and what can be done with it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.core.types import INTERRUPTED
+from shoal.experiment import Experiment
+from shoal.experiment import load as load_experiment
+from shoal.runs import checkpoint, console, directory, metrics
+
+if TYPE_CHECKING:
+    from shoal.policy import Policy
+
+log = logging.getLogger("shoal")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A PNG; a notebook shows it, everything else takes it as a path."""
+
+    path: Path
+
+    def __fspath__(self) -> str:
+        """Where it is."""
+        return str(self.path)
+
+    def __str__(self) -> str:
+        """Where it is."""
+        return str(self.path)
+
+    def _repr_png_(self) -> bytes:
+        return self.path.read_bytes()
+
+
+@dataclass(frozen=True)
+class Score:
+    """The returns of whole episodes of one policy, and what they say about its mean."""
+
+    scores: list[float]
+    statistics: Mapping[str, float]
+    metrics: Mapping[str, float]
+    checkpoint: str
+    picture: Picture | None = None
+
+    def __str__(self) -> str:
+        """The figures as a sentence."""
+        told = self.statistics
+        extra = "".join(f", {name} {value:.4g}" for name, value in self.metrics.items())
+        return (
+            f"{self.checkpoint}: mean return {told['mean']:.2f} "
+            f"(95 % interval {told['low']:.2f} to {told['high']:.2f}), median {told['median']:.2f}, "
+            f"from {told['min']:.2f} to {told['max']:.2f} over {len(self.scores)} episodes{extra}"
+        )
+
+
+class Run:
+    """A run, finished or not."""
+
+    def __init__(self, directory: str | Path) -> None:
+        """Look at a folder."""
+        self.directory = Path(directory)
+        self._told: Mapping[str, Any] = {}
+
+    @property
+    def summary(self) -> Mapping[str, Any]:
+        """What came of it; empty while it has not ended."""
+        return self._told or directory.read_summary(self.directory)
+
+    @property
+    def solved(self) -> bool | None:
+        """Whether the target was reached; None: there was none."""
+        return self.summary.get("solved")
+
+    @cached_property
+    def experiment(self) -> Experiment:
+        """Its settings."""
+        return load_experiment(self.directory / directory.CONFIG)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Its metrics over time, as they stand in metrics.jsonl."""
+        return metrics.read(self.directory)
+
+    def policy(self, checkpoint: str | int = "best") -> Policy:
+        """The policy of one of its checkpoints: `best`, `newest`, or a number of steps."""
+        from shoal.policy import load
+
+        return load(self.directory, checkpoint)
+
+    def evaluate(
+        self,
+        episodes: int = 100,
+        checkpoint: str | int = "best",
+        seed: int = 0,
+        told: Callable[[int], None] = lambda done: None,
+    ) -> Score:
+        """Play whole episodes without exploration; `told` hears how many have ended."""
+        from shoal import envs
+        from shoal.core.randomness import derive, seed_everything
+        from shoal.runs.plots import distribution
+        from shoal.runs.statistics import describe
+        from shoal.workers.evaluator import WIDEST, play, summarise
+
+        policy = self.policy(checkpoint)
+        seed_everything(derive(seed, "evaluation"))
+        worlds = envs.make(self.experiment.environment, min(episodes, WIDEST), derive(seed, "worlds"), evaluation=True)
+        ended: list[envs.Episode] = []
+        try:
+            for ended in play(self.experiment.algorithm, policy.follower, worlds, episodes):
+                told(len(ended))
+        finally:
+            worlds.close()
+        result = summarise(policy.steps, ended)
+        name = f"{console.title(self.experiment)} · {policy.path.name}"
+        path = self.directory / "plots" / f"returns_{policy.path.name}.png"
+        picture = Picture(distribution(result["scores"], path, name))
+        return Score(result["scores"], describe(result["scores"]), result["metrics"], policy.path.name, picture)
+
+    def play(
+        self,
+        video: str | Path | None = None,
+        episodes: int = 1,
+        checkpoint: str | int = "best",
+        seed: int = 0,
+        seconds: float = 120.0,
+        told: Callable[[int], None] = lambda frames: None,
+    ) -> Path:
+        """Film whole episodes without exploration, at most so many seconds; `told` hears the number of frames."""
+        from shoal import envs
+        from shoal.core.randomness import derive, seed_everything
+        from shoal.runs.video import Video
+        from shoal.workers.evaluator import play
+
+        policy = self.policy(checkpoint)
+        path = Path(video) if video else self.directory / "videos" / f"{policy.path.name}.mp4"
+        seed_everything(derive(seed, "play"))
+        worlds = envs.make(self.experiment.environment, 1, derive(seed, "film"), evaluation=True, render=True)
+        try:
+            with Video(path, worlds.fps) as film:
+                for frames, _ in enumerate(play(self.experiment.algorithm, policy.follower, worlds, episodes), 1):
+                    film.add(worlds.render())
+                    told(frames)
+                    if frames >= seconds * worlds.fps:
+                        log.warning("the film ends after %g s, before its episodes do", seconds)
+                        break
+        finally:
+            worlds.close()
+        return path
+
+    def plot(self, path: str | Path | None = None) -> Picture:
+        """Draw its learning curve and its metrics over time."""
+        from shoal.runs.plots import curve
+
+        path = Path(path) if path else self.directory / "plots" / "curve.png"
+        return Picture(curve(self.rows(), path, console.title(self.experiment), self.experiment.evaluation.target))
+
+    def resume(self, **overrides: Any) -> Run:
+        """Go on where its newest checkpoint stands; settings may be overridden."""
+        from shoal.training import resume
+
+        return resume(self.directory, **overrides)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write down what came of it; what the disk does not take is said and left."""
+        self._told = summary
+        try:
+            directory.write(self.directory / directory.SUMMARY, json.dumps(summary, indent=2) + "\n")
+            directory.write(self.directory / "summary.txt", tell(self.directory, summary) + "\n")
+            if any(row["kind"] == "evaluation" or row["return"] is not None for row in self.rows()):
+                self.plot()
+        except OSError as error:
+            log.error("not everything about the run could be written: %s", error)
+
+    def __repr__(self) -> str:
+        """The run in a few lines."""
+        summary = self.summary
+        if summary:
+            return tell(self.directory, summary)
+        saved = checkpoint.paths(self.directory)
+        at = saved[-1].name if saved else "no checkpoint"
+        return f"{console.title(self.experiment)}: not finished, {at}\nfolder: {self.directory}"
+
+
+def headline(run: Path, summary: Mapping[str, Any]) -> str:
+    """The outcome of a run in one line."""
+    best = "none" if summary["best_evaluation"] is None else f"{summary['best_evaluation']:.1f}"
+    if summary["stopped_by"] == INTERRUPTED:
+        outcome = "interrupted"
+    else:
+        outcome = {None: "done", True: "solved", False: "NOT solved"}[summary["solved"]]
+    return (
+        f"{outcome}: {summary['steps']:,} steps in {console.duration(summary['seconds'])}, "
+        f"best evaluation {best}, results in {run}"
+    )
+
+
+def tell(run: Path, summary: Mapping[str, Any]) -> str:
+    """A summary for people."""
+    lines = [
+        headline(run, summary),
+        f"{summary['algorithm']} on {summary['environment']}, engine {summary['engine']}",
+        f"{summary['updates']:,} updates, {summary['episodes']:,} episodes, {summary['faults']:,} faults, "
+        f"{summary['steps_per_s']:,.0f} steps/s on average",
+    ]
+    if summary["evaluations"]:
+        last = summary["evaluations"][-1]
+        lines.append(f"last evaluation: mean return {last['mean']:.2f} at step {last['steps']:,}")
+    for name, worker in summary["workers"].items():
+        waits = sorted(worker["waits"].items(), key=lambda item: -item[1])[:1]
+        waiting = "".join(f", waited {share:.0%} for {service}" for service, share in waits)
+        lines.append(f"{name}: worked {worker['working']:.0%} of its time{waiting}")
+    return "\n".join(lines)
+
+
+def compare(runs: list[Run], path: Path) -> Picture:
+    """Draw several runs side by side; those whose settings differ in the seed only become one mean with interval."""
+    from shoal.runs.plots import comparison
+
+    alike: dict[str, list[Run]] = {}
+    for run in runs:
+        settings = run.experiment.model_dump(mode="json", exclude={"seed"})
+        alike.setdefault(json.dumps(settings, sort_keys=True), []).append(run)
+    groups: dict[str, list[Any]] = {}
+    for group in alike.values():
+        label = console.title(group[0].experiment)
+        if label in groups:  # the same title, other settings: the folder tells them apart
+            label = f"{label} ({group[0].directory.name})"
+        groups[label] = [(run.directory.name, run.rows()) for run in group]
+    return Picture(comparison(groups, path, "evaluation return"))

@@ -1,0 +1,215 @@
+"""Checkpoints: points in time on disk, each whole or not there at all.
+
+A checkpoint is a folder `checkpoints/step_<steps>` with `weights.safetensors`, `optimizer.safetensors` and
+`state.json`; `checkpoints/best` is the policy with the best evaluation, without an optimizer. Each is written under
+another name and moved into place in one step.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.core.errors import SettingsError, ShoalError, nearest
+
+log = logging.getLogger("shoal")
+PREFIX = "step_"
+BEST = "best"
+ARRAYS = ("weights", "optimizer")
+
+
+class Checkpoints:
+    """The checkpoints of one run, where a learner saves and from where it goes on."""
+
+    def __init__(self, run: str, keep: int) -> None:
+        """Keep the newest so many, and the best."""
+        self.run, self.keep = Path(run), keep
+
+    def save(self, content: Mapping[str, Any]) -> str:
+        """Write `weights`, `optimizer` and `state`, and remove what is older; return what went wrong, if anything."""
+        name = f"{PREFIX}{content['state']['steps']}"
+        try:
+            write(folder(self.run) / name, content)
+        except OSError as error:
+            return _problem(name, error)
+        self._prune()
+        return ""
+
+    def save_best(self, content: Mapping[str, Any]) -> str:
+        """Write the policy as the best, if its `mean` is above that of the best before; return what went wrong."""
+        try:
+            before = read_state(folder(self.run) / BEST)["mean"]
+        except (OSError, ValueError, KeyError):
+            before = None
+        if before is not None and before >= content["state"]["mean"]:
+            return ""
+        try:
+            write(folder(self.run) / BEST, content)
+        except OSError as error:
+            return _problem(BEST, error)
+        return ""
+
+    def load(self, exact: bool) -> Mapping[str, Any] | None:
+        """The newest checkpoint, or under `exact` the newest scheduled one; None: there is none."""
+        found = resumable(self.run, exact)
+        return None if found is None else read(found)
+
+    def _prune(self) -> None:
+        """Remove all but the newest, and never the newest scheduled one, from which a lockstep run goes on."""
+        every = paths(self.run)
+        kept = {*every[-self.keep :], *[path for path in every if _scheduled(path)][-1:]}
+        for path in every:
+            if path not in kept:
+                remove(path)
+
+
+def folder(run: Path) -> Path:
+    """Where a run keeps its checkpoints."""
+    return run / "checkpoints"
+
+
+def paths(run: Path) -> list[Path]:
+    """The numbered checkpoints of a run, oldest first."""
+    if not folder(run).is_dir():
+        return []
+    found = [path for path in folder(run).iterdir() if path.name.removeprefix(PREFIX).isdigit()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
+
+
+def resumable(run: Path, exact: bool) -> Path | None:
+    """The newest checkpoint that can be read; under `exact` the newest one that was on schedule."""
+    for path in reversed(paths(run)):
+        try:
+            scheduled = read_state(path)["scheduled"]
+            if scheduled or not exact:
+                for name in ARRAYS:
+                    _arrays(path / f"{name}.safetensors")
+                return path
+        except (OSError, ValueError, KeyError) as error:
+            log.warning("checkpoint %s cannot be read, trying the one before: %s", path, error)
+    return None
+
+
+def find(run: Path, name: str) -> Path:
+    """A checkpoint by name: `best` (or, where there is none, the newest), `newest`, or a number of steps."""
+    every = paths(run)
+    known = {**{path.name.removeprefix(PREFIX): path for path in every}}
+    if every:
+        known["newest"] = every[-1]
+    best = folder(run) / BEST
+    if best.is_dir():
+        known[BEST] = best
+    elif every:
+        known[BEST] = every[-1]
+    if not known:
+        raise ShoalError(f"{run} has no checkpoint yet")
+    name = name.removeprefix(PREFIX)
+    if name not in known:
+        raise SettingsError(f"{run} has no checkpoint {name!r}; there are {', '.join(known)}{nearest(name, known)}")
+    return known[name]
+
+
+def rewind(run: Path, steps: int) -> None:
+    """Remove the checkpoints after so many steps: what comes there will be learned again."""
+    for path in paths(run):
+        if int(path.name.removeprefix(PREFIX)) > steps:
+            remove(path)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The content of a checkpoint; `optimizer` is empty where none was saved."""
+    try:
+        arrays = {
+            name: _arrays(path / f"{name}.safetensors") for name in ARRAYS if (path / f"{name}.safetensors").exists()
+        }
+        return {"optimizer": {}, **arrays, "state": read_state(path)}
+    except (OSError, ValueError) as error:
+        raise ShoalError(f"checkpoint {path} cannot be read: {error}") from None
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The counters of a checkpoint."""
+    return json.loads((path / "state.json").read_text())  # type: ignore[no-any-return]
+
+
+def write(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a checkpoint whole, or leave what was there."""
+    from safetensors.numpy import save
+
+    draft = path.with_name(f".draft-{path.name}")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        draft.mkdir(parents=True)
+        for name in ARRAYS:
+            if name in content:
+                # The format knows one order of memory only; a network may compute in another.
+                arrays = {key: np.asarray(array, order="C") for key, array in content[name].items()}
+                _write_bytes(draft / f"{name}.safetensors", save(arrays))
+        _write_bytes(draft / "state.json", (json.dumps(content["state"], indent=2) + "\n").encode())
+        _swap(draft, path)
+    except OSError:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint; half removed it would look like a whole one, so it loses its name first."""
+    away = path.with_name(f".draft-{path.name}")
+    with suppress(OSError):
+        shutil.rmtree(away, ignore_errors=True)
+        path.rename(away)
+        shutil.rmtree(away, ignore_errors=True)
+
+
+def _swap(draft: Path, path: Path) -> None:
+    """Move a folder into place; one that stands there goes only when the new one is complete."""
+    remove_first = path.with_name(f".old-{path.name}")
+    shutil.rmtree(remove_first, ignore_errors=True)
+    if path.exists():
+        path.rename(remove_first)
+    draft.rename(path)
+    _sync(path.parent)
+    shutil.rmtree(remove_first, ignore_errors=True)
+
+
+def _write_bytes(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _arrays(path: Path) -> dict[str, Any]:
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    try:
+        return load(path.read_bytes())
+    except SafetensorError as error:
+        raise ValueError(f"{path.name}: {error}") from None
+
+
+def _scheduled(path: Path) -> bool:
+    with suppress(OSError, ValueError):
+        return bool(read_state(path).get("scheduled"))
+    return False
+
+
+def _problem(name: str, error: OSError) -> str:
+    return f"checkpoint {name} could not be saved: {error.strerror or error}; the one before stays, training goes on"

@@ -1,0 +1,215 @@
+"""Where a run came from: the command, the code, the libraries and the machine, one entry for each start."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("shoal")
+LIBRARIES = ("shoal", "torch", "numpy", "gymnasium", "ale-py", "safetensors", "pydantic")
+PATIENCE = 5.0  # seconds that git may take: on a network disk it can take minutes
+DIFF_LIMIT = 1 << 20  # bytes
+STATUS_LIMIT = 200  # lines
+# The folder decides which repository is meant, also where a hook of another one started the run.
+ELSEWHERE = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
+
+
+def collect(folder: Path, devices: Sequence[str] | None = None) -> dict[str, Any]:
+    """What can be known of this start; `devices` are the names of accelerators, otherwise torch is asked."""
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": list(sys.argv),
+        "folder": str(folder.absolute()),
+        "user": user(),
+        "host": platform.node(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {name: version(name) for name in LIBRARIES},
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "usable_cores": usable_cores(),
+        "memory_bytes": memory(),
+        "devices": accelerators() if devices is None else list(devices),
+        "git": repository(folder),
+    }
+
+
+def write(run: Path, folder: Path, devices: Sequence[str] | None = None) -> None:
+    """Add this start to the run's provenance.json, and what differs from the last commit as a file beside it."""
+    path = run / "provenance.json"
+    try:
+        entries = read(path)
+        diffs = [stem.rpartition("-")[2] for stem in (file.stem for file in run.glob("provenance-*.diff"))]
+        start = 1 + max([len(entries), *(int(number) for number in diffs if number.isdecimal())])
+        changes = diff(folder)
+        name = f"provenance-{start}.diff" if changes else None
+        if name:
+            (run / name).write_bytes(changes)
+        draft = path.with_suffix(".tmp")
+        entry = {"start": start, **collect(folder, devices), "diff": name}
+        draft.write_text(json.dumps([*entries, entry], indent=2) + "\n")
+        draft.replace(path)
+    except OSError as error:  # a run is worth more than the note of where it came from
+        log.warning("where this run came from could not be written: %s", error)
+
+
+def read(path: Path) -> list[Any]:
+    """The entries so far; a file that holds something else is kept under another name."""
+    try:
+        entries = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return []
+    except (ValueError, RecursionError):
+        entries = None
+    if isinstance(entries, list):
+        return entries
+    names = (path.with_name(f"{path.stem}-damaged-{number}.json") for number in range(1, 1000))
+    aside = next(name for name in names if not name.exists())
+    path.replace(aside)
+    log.warning("%s was damaged; it is kept as %s", path, aside.name)
+    return []
+
+
+def user() -> str:
+    """The name of who started the run, or a number where the machine knows no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError, ImportError):  # which one depends on the version of Python
+        return str(os.getuid()) if hasattr(os, "getuid") else ""
+
+
+def version(name: str) -> str | None:
+    """The version of an installed library."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def processor() -> str:
+    """The model of the processor."""
+    with suppress(OSError), open("/proc/cpuinfo", errors="replace") as file:
+        for line in file:
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def memory() -> int | None:
+    """The bytes of memory of the machine."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def available_memory(root: Path = Path("/")) -> int | None:
+    """The bytes of memory that this process may still take, by the machine and its control groups."""
+    free = memory()
+    with suppress(OSError), open(root / "proc/meminfo") as file:
+        free = next((int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:")), free)
+    texts = [text for name in ("memory.max", "memory.limit_in_bytes") for text in in_groups(name, root)]
+    return min([int(text) for text in texts if text.isdecimal()] + ([] if free is None else [free]), default=None)
+
+
+def usable_cores(root: Path = Path("/")) -> float:
+    """The cores that this process may use: those it may run on, or the quota of a control group."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    pairs = [text.split() for text in in_groups("cpu.max", root)]
+    pairs += map(list, zip(in_groups("cpu.cfs_quota_us", root), in_groups("cpu.cfs_period_us", root), strict=False))
+    return min([allowed, *(int(quota) / int(period) for quota, period in pairs if quota.isdecimal())])
+
+
+def in_groups(name: str, root: Path = Path("/")) -> Iterator[str]:
+    """What a file says in each of this process's control groups, of either version, and in those above."""
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            top = root / "sys/fs/cgroup" / controllers
+            own = top / path.lstrip("/")
+            for folder in (own, *own.parents):
+                if folder.is_relative_to(top):
+                    with suppress(OSError):
+                        yield (folder / name).read_text().strip()
+
+
+def accelerators() -> list[str]:
+    """The names of the GPUs that torch can use, where torch is loaded anyway."""
+    torch = sys.modules.get("torch")
+    try:
+        if torch is not None and torch.cuda.is_available():
+            return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    except Exception as error:  # a broken driver raises many kinds
+        log.debug("no names of GPUs: %s", error)
+    return []
+
+
+def repository(folder: Path) -> dict[str, Any] | None:
+    """The commit, the branch and the changed files of a folder; None: git does not know it."""
+    status = git(folder, "status", "--porcelain")
+    if status is None:
+        return None
+    head, branch = (
+        git(folder, "rev-parse", "--verify", "-q", "HEAD"),
+        git(folder, "symbolic-ref", "--short", "-q", "HEAD"),
+    )
+    lines = status.decode(errors="replace").splitlines()
+    if len(lines) > STATUS_LIMIT:
+        lines[STATUS_LIMIT:] = [f"and {len(lines) - STATUS_LIMIT} more"]
+    return {
+        "head": head.decode().strip() if head else None,
+        "branch": branch.decode(errors="replace").strip() if branch else None,
+        "status": lines,
+    }
+
+
+def diff(folder: Path) -> bytes:
+    """What differs from the last commit, as git can apply it; empty: nothing, or git does not know."""
+    # Without what a user's own configuration may make of it.
+    options = ("--no-color", "--no-ext-diff", "--no-textconv", "--no-relative", "--src-prefix=a/", "--dst-prefix=b/")
+    changes = git(folder, "diff", "HEAD", *options, limit=DIFF_LIMIT) or b""
+    if len(changes) > DIFF_LIMIT:
+        whole = changes[: changes.rfind(b"\n", 0, DIFF_LIMIT) + 1]
+        return whole + f"# cut here: the difference is longer than {DIFF_LIMIT:,} bytes\n".encode()
+    return changes
+
+
+def git(folder: Path, *words: str, limit: int = 16 << 20) -> bytes | None:
+    """The first bytes that git says about a folder, one more than the limit if there are more; None: it cannot say."""
+    environment = {key: value for key, value in os.environ.items() if key not in ELSEWHERE}
+    try:
+        process = subprocess.Popen(
+            ["git", "-C", str(folder), *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**environment, "GIT_OPTIONAL_LOCKS": "0"},  # other programs may be using the repository
+        )
+    except OSError:
+        return None
+    timer = threading.Timer(PATIENCE, process.kill)
+    timer.start()
+    with process:
+        assert process.stdout is not None
+        try:
+            text = process.stdout.read(limit + 1)
+            if len(text) > limit:
+                process.kill()
+                return text
+            return text if process.wait() == 0 else None
+        finally:
+            timer.cancel()
+            timer.join()

@@ -1,0 +1,141 @@
+"""Checkpoints: whole or not there, the newest and the best stay, and trouble with the disk harms nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shoal.core.errors import SettingsError, ShoalError
+from shoal.runs import checkpoint
+from shoal.runs.checkpoint import Checkpoints
+
+
+def content(steps: int, scheduled: bool = True, **more: Any) -> dict[str, Any]:
+    return {
+        "weights": {
+            "w": np.full((2, 3), steps, np.float32),
+            "other order": np.arange(6, dtype=np.float32).reshape(2, 3).T,  # as channels_last weights are
+            "count": np.array(steps, np.float64),
+        },
+        "optimizer": {"0.step": np.array(1.0, np.float32)},
+        "state": {"steps": steps, "scheduled": scheduled, **more},
+    }
+
+
+def names(run: Path) -> list[str]:
+    return [path.name for path in checkpoint.paths(run)]
+
+
+def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
+    saved = content(10, version=3)
+    assert Checkpoints(str(tmp_path), 3).save(saved) == ""
+    loaded = Checkpoints(str(tmp_path), 3).load(exact=False)
+    assert loaded is not None
+    assert loaded["state"] == saved["state"]
+    for part in ("weights", "optimizer"):
+        for name, array in saved[part].items():
+            assert loaded[part][name].dtype == array.dtype
+            assert loaded[part][name].shape == array.shape
+            assert np.array_equal(loaded[part][name], array)
+
+
+def test_there_is_none_at_first(tmp_path: Path) -> None:
+    assert Checkpoints(str(tmp_path), 3).load(exact=False) is None
+    with pytest.raises(ShoalError, match="no checkpoint yet"):
+        checkpoint.find(tmp_path, "best")
+
+
+def test_the_newest_stay_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(str(tmp_path), 2)
+    for steps in (5, 90, 100, 1000):
+        checkpoints.save(content(steps))
+    assert names(tmp_path) == ["step_100", "step_1000"]
+
+
+def test_the_newest_scheduled_one_outlives_later_unscheduled_ones(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(str(tmp_path), 1)
+    for steps, scheduled in ((5, True), (10, True), (12, False), (14, False)):
+        checkpoints.save(content(steps, scheduled))
+    assert names(tmp_path) == ["step_10", "step_14"]
+    assert checkpoints.load(exact=True)["state"]["steps"] == 10  # type: ignore[index]
+    assert checkpoints.load(exact=False)["state"]["steps"] == 14  # type: ignore[index]
+
+
+def test_the_best_is_the_one_with_the_best_mean(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(str(tmp_path), 1)
+    for steps, mean in ((1, 5.0), (2, 9.0), (3, 7.0)):
+        checkpoints.save_best({"weights": content(steps)["weights"], "state": {"steps": steps, "mean": mean}})
+        Checkpoints(str(tmp_path), 1)  # a later start knows as well
+    assert checkpoint.read(checkpoint.find(tmp_path, "best"))["state"] == {"steps": 2, "mean": 9.0}
+    assert names(tmp_path) == []
+
+
+def test_checkpoints_are_found_by_name(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(str(tmp_path), 5)
+    for steps in (100, 200):
+        checkpoints.save(content(steps))
+    for name, expected in {"best": "step_200", "newest": "step_200", "100": "step_100", "step_200": "step_200"}.items():
+        assert checkpoint.find(tmp_path, name).name == expected
+    with pytest.raises(SettingsError, match=r"no checkpoint 'newst'.*100, 200.*did you mean 'newest'"):
+        checkpoint.find(tmp_path, "newst")
+
+
+def test_a_draft_that_a_crash_left_is_no_checkpoint(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(str(tmp_path), 3)
+    checkpoints.save(content(1))
+    draft = tmp_path / "checkpoints" / ".draft-step_2"
+    draft.mkdir()
+    (draft / "weights.safetensors").write_bytes(b"half")
+    assert names(tmp_path) == ["step_1"]
+    assert checkpoints.save(content(2)) == ""
+    assert names(tmp_path) == ["step_1", "step_2"]
+    assert not draft.exists()
+
+
+@pytest.mark.parametrize("damage", ["weights.safetensors", "optimizer.safetensors", "state.json"])
+def test_a_damaged_one_gives_way_to_the_one_before(tmp_path: Path, damage: str) -> None:
+    checkpoints = Checkpoints(str(tmp_path), 3)
+    checkpoints.save(content(1))
+    checkpoints.save(content(2))
+    file = tmp_path / "checkpoints" / "step_2" / damage
+    file.write_bytes(file.read_bytes()[:-3])
+    assert checkpoints.load(exact=False)["state"]["steps"] == 1  # type: ignore[index]
+    if damage != "optimizer.safetensors":
+        with pytest.raises(ShoalError, match="cannot be read"):
+            checkpoint.read(tmp_path / "checkpoints" / "step_2")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_trouble_with_the_disk_leaves_the_one_before(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(str(tmp_path), 3)
+    checkpoints.save(content(1, mean=1.0))
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    problem = checkpoints.save(content(2))
+    assert "step_2" in problem
+    assert os.strerror(number) in problem
+    assert os.strerror(number) in checkpoints.save_best({**content(2), "state": {"steps": 2, "mean": 2.0}})
+    monkeypatch.undo()
+    assert names(tmp_path) == ["step_1"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_1"]
+    assert checkpoints.save(content(3)) == ""
+
+
+def test_rewinding_removes_what_came_after(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(str(tmp_path), 9)
+    for steps in (1, 2, 3):
+        checkpoints.save(content(steps))
+    checkpoint.rewind(tmp_path, 2)
+    assert names(tmp_path) == ["step_1", "step_2"]
+    assert json.loads((tmp_path / "checkpoints" / "step_2" / "state.json").read_text())["steps"] == 2
