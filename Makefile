@@ -28,7 +28,7 @@ check: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python -m shoal.reference > docs/settings.md
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/mkdocs build --strict
 	@echo "open site/index.html"
 
 bench: $(STAMP)

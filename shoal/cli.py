@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -197,6 +198,8 @@ def progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
 
 def main() -> None:
     """Run the command line; an error that a user can mend is told in one message, without a traceback."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a user's own environments and algorithms are found where they are
     try:
         app()
     except SettingsError as error:

@@ -17,6 +17,7 @@ from shoal.algorithms import find as find_algorithm
 from shoal.core.algorithm import Algorithm
 from shoal.core.errors import SettingsError, ShoalError, nearest
 from shoal.core.recipe import path_of
+from shoal.core.replaying import Replaying
 from shoal.core.settings import Schedule, Settings
 from shoal.engines import ENGINES
 from shoal.envs import Environment
@@ -60,7 +61,7 @@ class Limits(Settings):
 class Experiment(Settings):
     """Everything that a run depends on."""
 
-    environment: Environment = Field(description="The environment.")
+    environment: Environment = Field(description="The environment: `id`, and how it is treated.")
     algorithm: Any = Field(description="The algorithm: `name` and its settings.")
     engine: str = Field("processes", description="Where workers run: inline, threads, processes, or your own.")
     lockstep: bool = Field(False, description="Drive workers in one fixed order: same seed, same weights.")
@@ -120,6 +121,8 @@ class Experiment(Settings):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        if self.replay:
+            return self._fits_replay(self.replay)
         produced = self.actor_count * self.envs
         if self.algorithm.max_lag == 0 and self.batch_size > produced:
             raise ValueError(
@@ -132,6 +135,13 @@ class Experiment(Settings):
             raise ValueError(
                 f"the {self.envs} items of one actor do not fit beside an unfinished batch in queue × batch = "
                 f"{self.queue * self.batch_size}: raise queue or algorithm.batch, or lower envs"
+            )
+        return self
+
+    def _fits_replay(self, replay: Replaying) -> Self:
+        if replay.minimum > replay.capacity:
+            raise ValueError(
+                f"algorithm.replay.minimum {replay.minimum} is never reached: capacity is {replay.capacity}"
             )
         return self
 
@@ -150,6 +160,26 @@ class Experiment(Settings):
         """Torch threads of the learner: while actors wait, their cores are free."""
         waits = self.algorithm.max_lag == 0
         return self.threads or (cores() if waits else 1)
+
+    @property
+    def replay(self) -> Replaying | None:
+        """How experience is kept and drawn again; none: every item is used once."""
+        return getattr(self.algorithm, "replay", None)
+
+    @property
+    def chunk(self) -> int:
+        """Items that an actor sends at once, at least."""
+        return self.replay.chunk if self.replay else 1
+
+    @property
+    def refresh(self) -> int:
+        """Sendings of an actor between its looks for new weights."""
+        return self.replay.refresh if self.replay else 1
+
+    @property
+    def judged_by_actors(self) -> bool:
+        """Whether actors give new items their first priority."""
+        return bool(self.replay and self.replay.alpha and getattr(self.algorithm, "actor_priorities", False))
 
     @property
     def checkpoint_interval(self) -> int:
@@ -213,6 +243,7 @@ class Loader(yaml.SafeLoader):
 
 Loader.yaml_implicit_resolvers = {key: list(value) for key, value in yaml.SafeLoader.yaml_implicit_resolvers.items()}
 Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, [*"-+.0123456789"])
+Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("^[Nn]one$"), ["N", "n"])  # as the sentences say
 
 
 def read_yaml(text: str) -> Any:
@@ -309,7 +340,11 @@ def _lines(settings: BaseModel, dumped: Mapping[str, Any], depth: int) -> list[s
         if isinstance(inner, BaseModel) and not isinstance(inner, Schedule):
             lines += [f"{'  ' * depth}{key}:  # {comment}", *_lines(inner, value, depth + 1)]
         else:
-            text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
+            text = (
+                yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False)
+                .removesuffix("\n")
+                .removesuffix("\n...")
+            )
             lines.append(f"{'  ' * depth}{key}: {text}  # {comment}")
     return lines
 

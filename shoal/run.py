@@ -14,6 +14,7 @@ from shoal.core.types import INTERRUPTED
 from shoal.experiment import Experiment
 from shoal.experiment import load as load_experiment
 from shoal.runs import checkpoint, console, directory, metrics
+from shoal.runs.directory import locate
 
 if TYPE_CHECKING:
     from shoal.policy import Policy
@@ -65,7 +66,7 @@ class Run:
 
     def __init__(self, directory: str | Path) -> None:
         """Look at a folder."""
-        self.directory = Path(directory)
+        self.directory = Path(directory) if Path(directory).is_dir() else locate(directory)
         self._told: Mapping[str, Any] = {}
 
     @property
@@ -189,7 +190,7 @@ class Run:
 
 def headline(run: Path, summary: Mapping[str, Any]) -> str:
     """The outcome of a run in one line."""
-    best = "none" if summary["best_evaluation"] is None else f"{summary['best_evaluation']:.1f}"
+    best = "none" if summary["best_evaluation"] is None else console.number(summary["best_evaluation"])
     if summary["stopped_by"] == INTERRUPTED:
         outcome = "interrupted"
     else:

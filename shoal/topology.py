@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shoal import envs
 from shoal.core.randomness import derive
+from shoal.core.tree import map_tree
 from shoal.engines.options import Options
 from shoal.experiment import Experiment
 from shoal.runs.checkpoint import Checkpoints
@@ -14,6 +16,7 @@ from shoal.runs.recorder import record
 from shoal.services.journal import Journal
 from shoal.services.parameters import Parameters
 from shoal.services.queue import Queue
+from shoal.services.replay import Replay
 
 MODULES = (
     "torch",
@@ -41,8 +44,17 @@ def options(experiment: Experiment, resumed_at: int = 0) -> Options:
     )
 
 
+def serve_store(experiment: Experiment, engine: Any) -> Any:
+    """A queue where every item is used once, a replay where it is drawn again."""
+    if experiment.replay is None:
+        return engine.serve("store", Queue, experiment.queue * experiment.batch_size)
+    overlap = getattr(experiment.algorithm.experience, "overlap", 0)
+    stack = map_tree(lambda leaf: leaf.stack, envs.spec_of(experiment.environment).observation)
+    return engine.serve("store", Replay, experiment.replay, experiment.batch_size, overlap, stack)
+
+
 def actors_and_learner(experiment: Experiment, engine: Any, run: Path, state: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Actors fill a queue, a learner empties it, an evaluator looks on; returns the journal and the weights.
+    """Actors fill a store, a learner takes from it, an evaluator looks on; returns the journal and the weights.
 
     `state` is that of the checkpoint from which the run goes on, empty at its beginning.
     """
@@ -52,7 +64,7 @@ def actors_and_learner(experiment: Experiment, engine: Any, run: Path, state: Ma
 
     journal = engine.serve("journal", Journal, experiment.evaluation.target, state.get("journal"))
     parameters = engine.serve("parameters", Parameters)
-    store = engine.serve("store", Queue, experiment.queue * experiment.batch_size)
+    store = serve_store(experiment, engine)
     checkpoints = engine.serve("checkpoints", Checkpoints, str(run.resolve()), experiment.checkpoints.keep)
     engine.run("learner", learn, experiment, store, parameters, journal, checkpoints)
     for index in range(experiment.actor_count):

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from shoal import engines, envs, topology
 from shoal.core.errors import Fatal, SettingsError, ShoalError
 from shoal.core.types import INTERRUPTED
 from shoal.experiment import Experiment, as_yaml, read, validate
 from shoal.run import Run
-from shoal.runs import checkpoint, console, directory, provenance
+from shoal.runs import checkpoint, console, directory, metrics, provenance
 from shoal.runs.recorder import shares
 
 log = logging.getLogger("shoal")
@@ -48,14 +49,35 @@ def resume_point(folder: Path, experiment: Experiment) -> dict[str, Any]:
     """The state of the checkpoint to go on from, empty where there is none; what came after it is dropped."""
     found = checkpoint.resumable(folder, experiment.lockstep)
     state = checkpoint.read_state(found) if found else {}
-    if state.get("steps", 0) >= experiment.steps:
-        raise SettingsError(
-            f"{folder} has used up its {experiment.steps:,} steps; to go on, give it more: steps={2 * experiment.steps}"
-        )
+    if (steps := state.get("steps", 0)) >= experiment.steps:
+        raise SettingsError(f"{folder} has used up its {steps:,} steps; to go on, give it more: steps={2 * steps}")
+    if found is not None:
+        check_fit(experiment, found)
     checkpoint.rewind(folder, state.get("steps", 0))
     if found is None:
         log.warning("%s has no checkpoint to go on from: it begins again", folder)
+    else:
+        state["journal"]["evaluations"] = evaluations_until(folder, state)
     return state
+
+
+def evaluations_until(folder: Path, state: Mapping[str, Any]) -> list[Any]:
+    """The evaluations up to a checkpoint, also those that ended only after it was saved."""
+    known = {result["steps"]: result for result in state["journal"]["evaluations"]}
+    for row in metrics.read(folder):
+        if row["kind"] == "evaluation" and row["steps"] <= state["steps"]:
+            known.setdefault(row["steps"], {key: value for key, value in row.items() if key not in ("kind", "time")})
+    return [known[steps] for steps in sorted(known)]
+
+
+def check_fit(experiment: Experiment, path: Path) -> None:
+    """Refuse settings whose network does not take the weights of a checkpoint, before anything is changed."""
+    from shoal.policy import Policy
+
+    try:
+        Policy(experiment, path)
+    except Fatal as error:
+        raise SettingsError(str(error)) from None
 
 
 @contextmanager
@@ -71,6 +93,9 @@ def prepared(tree: Mapping[str, Any]) -> Iterator[tuple[Experiment, Any]]:
             envs.check(experiment.environment)
         except Fatal as error:
             raise SettingsError(f"environment.id: {error}") from None
+        for name in ("device", "actor_device"):
+            if getattr(experiment, name) == "cuda" and not torch.cuda.is_available():
+                raise SettingsError(f"{name}: there is no usable CUDA device here; allowed: auto, cpu")
         yield experiment, begun
     except BaseException:
         if begun is not None:
@@ -116,6 +141,7 @@ def interrupts(stop: Callable[[str], None]) -> Iterator[None]:
 
     def handle(number: int, frame: object) -> None:
         if asked:
+            log.warning("once more: the run ends at once; its newest checkpoint stays")
             raise KeyboardInterrupt
         asked.append(number)
         log.warning("%s: saving and ending the run; once more ends it at once", signal.Signals(number).name)

@@ -243,7 +243,10 @@ def test_a_mistake_is_named_with_what_would_be_right(words, complaint):
 
 
 def test_what_is_missing_is_named_and_described():
-    with pytest.raises(SettingsError, match=r"^environment: missing; The environment\.\nalgorithm: missing; The algo"):
+    with pytest.raises(
+        SettingsError,
+        match=r"^environment: missing; The environment: `id`, and how it is treated\.\nalgorithm: missing; The algo",
+    ):
         load({})
     with pytest.raises(SettingsError, match=r"^environment\.id: missing; A Gymnasium id"):
         load(IMPALA | {"environment": {}})

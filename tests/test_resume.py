@@ -144,7 +144,7 @@ def test_the_clock_makes_a_checkpoint_due_too(monkeypatch: pytest.MonkeyPatch, t
 
 def test_a_finished_run_goes_on_when_it_is_given_more_steps(tmp_path: Path) -> None:
     run = shoal.train(settings("ppo", engine="inline", steps=500), tmp_path / "run")
-    with pytest.raises(SettingsError, match=r"used up its 500 steps.*steps=1000"):
+    with pytest.raises(SettingsError, match=r"used up its 512 steps.*steps=1024"):
         shoal.resume(run.directory)
     before = run.summary
     again = run.resume(steps=1500)

@@ -8,8 +8,12 @@ from shoal.core import recipe
 from shoal.core.errors import ShoalError, nearest
 
 ALGORITHMS: dict[str, str] = {
+    "apex_dqn": "shoal.algorithms.apex_dqn:ApexDqn",
+    "dqn": "shoal.algorithms.dqn:Dqn",
     "impala": "shoal.algorithms.impala:Impala",
+    "ngu": "shoal.algorithms.ngu:Ngu",
     "ppo": "shoal.algorithms.ppo:Ppo",
+    "r2d2": "shoal.algorithms.r2d2:R2d2",
 }
 
 

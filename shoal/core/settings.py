@@ -62,10 +62,14 @@ class Schedule(Settings):
 
 
 def at(settings: Any, progress: float) -> Any:
-    """Return settings whose schedules stand at a progress in [0, 1]."""
+    """Return settings whose schedules, also those of settings inside them, stand at a progress in [0, 1]."""
     moved = {}
     for name in type(settings).model_fields:
         value = getattr(settings, name)
-        if isinstance(value, Schedule) and (new := value.at(progress)) is not value:
+        if isinstance(value, Schedule):
+            new: Any = value.at(progress)
+        else:
+            new = at(value, progress) if isinstance(value, Settings) else value
+        if new is not value:
             moved[name] = new
     return settings.model_copy(update=moved) if moved else settings

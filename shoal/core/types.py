@@ -90,6 +90,7 @@ class ArraySpec:
 
     shape: tuple[int, ...]
     dtype: str
+    stack: int = 1  # instants that the first axis shows side by side, so that all but one came before
 
 
 @dataclass(frozen=True)
@@ -126,16 +127,23 @@ class Store(Protocol):
         """Copy the items in; False: full or over the limit, come back."""
         ...
 
-    def get(self, size: int, oldest: int = 0) -> Mapping[str, Tree] | None:
-        """Return a batch as a tree, without items of policies before `oldest`; None: not enough yet."""
+    def get(self, size: int, oldest: int = 0, beta: float = 1.0) -> Mapping[str, Tree] | None:
+        """Return a batch as a tree, without items of policies before `oldest`; None: not enough yet.
+
+        Where items are drawn by priority, `beta` says how far their weights make up for it.
+        """
         ...
 
     def update(self, key: Array, priority: Array) -> None:
         """Set priorities; unknown keys are ignored."""
         ...
 
-    def clear(self) -> None:
-        """Forget what waits."""
+    def settle(self) -> Mapping[str, Array]:
+        """Come to a state that a checkpoint can hold, and return it."""
+        ...
+
+    def restore(self, saved: Mapping[str, Array]) -> None:
+        """Go on from what `settle` returned."""
         ...
 
     def status(self) -> Mapping[str, int]:

@@ -197,9 +197,12 @@ def main(descriptor: int) -> None:
     except ServiceLost as error:
         code = 1
         _tell(child, f"failed: {error}", False)
-    except BaseException as error:
+    except Fatal as error:  # its message says all that a user needs
         code = 1
-        _tell(child, "failed:\n" + traceback.format_exc(), isinstance(error, Fatal))
+        _tell(child, f"failed: {error}", True)
+    except BaseException:
+        code = 1
+        _tell(child, "failed:\n" + traceback.format_exc(), False)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # no finaliser of a library may delay the end

@@ -129,7 +129,7 @@ class Games:
         self._lives_end = settings.episodic_life and not evaluation
         self._colour = not settings.grayscale
         channels = settings.stack * (3 if self._colour else 1)
-        pixels = ArraySpec((channels, settings.height, settings.width), "uint8")
+        pixels = ArraySpec((channels, settings.height, settings.width), "uint8", settings.stack)
         self.spec = Spec(pixels, ActionSpec(len(buttons)))
         self._metrics = metrics
         self._tally = Tally(size, metrics)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -36,8 +37,11 @@ def check(id: str) -> None:
     """Refuse an id that nobody registered, without making the environment."""
     import gymnasium
 
+    module, _, name = id.rpartition(":")
     with explained(id):
-        gymnasium.spec(id)
+        if module:
+            importlib.import_module(module)
+        gymnasium.spec(name)
 
 
 @contextmanager
@@ -47,10 +51,10 @@ def explained(id: str) -> Iterator[None]:
 
     try:
         yield
-    except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as error:
-        raise Fatal(f"unknown environment {id!r}: {error} {_nearest(id)}") from error
     except gymnasium.error.DependencyNotInstalled as error:
         raise Fatal(_missing(id, error)) from error
+    except gymnasium.error.Error as error:
+        raise Fatal(f"unknown environment {id!r}: {error} {_nearest(id)}") from error
     except ModuleNotFoundError as error:
         raise Fatal(f"environment {id!r} could not be imported: {error}") from error
 

@@ -259,11 +259,60 @@ class Memory:
         return observation
 
 
+class DeepSea:
+    """Dive to the far corner of a square, where each step towards it costs a little: +1 for the treasure there.
+
+    The rules are those of bsuite, arXiv:1908.03568: which of two actions leads right differs from cell to cell, a step
+    to the right costs 0.01 / size, and one wrong step forfeits the treasure. A random diver finds it once in 2^size.
+    """
+
+    metadata = METADATA
+
+    def __init__(self, size: int = 10, layout: int = 0) -> None:
+        from gymnasium import spaces
+
+        self.observation_space = spaces.Box(0.0, 1.0, (size * size,), np.float32)
+        self.action_space = spaces.Discrete(2)
+        self._size = size
+        self._right = np.random.default_rng(layout).integers(0, 2, (size, size))
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Opening:
+        """Begin at the surface, on the left."""
+        self._row = self._column = 0
+        return self._board(), {}
+
+    def step(self, action: int) -> Outcome:
+        """Sink by one row, to the left or to the right."""
+        reward = 0.0
+        if action == self._right[self._row, self._column]:
+            found = self._row == self._column == self._size - 1
+            reward = float(found) - 0.01 / self._size
+            self._column = min(self._column + 1, self._size - 1)
+        else:
+            self._column = max(self._column - 1, 0)
+        self._row += 1
+        return self._board(), reward, self._row == self._size, False, {}
+
+    def render(self) -> Array:
+        """Draw the square."""
+        return blocks(self._board().reshape(self._size, self._size))
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _board(self) -> Array:
+        board = np.zeros((self._size, self._size), np.float32)
+        if self._row < self._size:
+            board[self._row, self._column] = 1.0
+        return board.ravel()
+
+
 WORLDS: dict[str, Callable[..., Any]] = {
     "Catch": Catch,
     "Identity": Identity,
     "Target": Target,
     "Counting": Counting,
     "Memory": Memory,
+    "DeepSea": DeepSea,
 }
 TOYS: dict[str, str] = {name: str(world.__doc__).splitlines()[0] for name, world in WORLDS.items()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,7 +24,8 @@ from shoal.core.errors import SettingsError, ShoalError, nearest
 log = logging.getLogger("shoal")
 PREFIX = "step_"
 BEST = "best"
-ARRAYS = ("weights", "optimizer")
+NEEDED = ("weights", "optimizer")
+ARRAYS = (*NEEDED, "target", "store")
 
 
 class Checkpoints:
@@ -90,7 +92,7 @@ def resumable(run: Path, exact: bool) -> Path | None:
         try:
             scheduled = read_state(path)["scheduled"]
             if scheduled or not exact:
-                for name in ARRAYS:
+                for name in NEEDED:
                     _arrays(path / f"{name}.safetensors")
                 return path
         except (OSError, ValueError, KeyError) as error:
@@ -142,8 +144,6 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
     """Write a checkpoint whole, or leave what was there."""
-    from safetensors.numpy import save
-
     draft = path.with_name(f".draft-{path.name}")
     shutil.rmtree(draft, ignore_errors=True)
     try:
@@ -152,7 +152,7 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
             if name in content:
                 # The format knows one order of memory only; a network may compute in another.
                 arrays = {key: np.asarray(array, order="C") for key, array in content[name].items()}
-                _write_bytes(draft / f"{name}.safetensors", save(arrays))
+                _write_arrays(draft / f"{name}.safetensors", arrays)
         _write_bytes(draft / "state.json", (json.dumps(content["state"], indent=2) + "\n").encode())
         _swap(draft, path)
     except OSError:
@@ -181,10 +181,20 @@ def _swap(draft: Path, path: Path) -> None:
 
 
 def _write_bytes(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_bytes(content)
+    _sync(path)
+
+
+def _write_arrays(path: Path, arrays: dict[str, Any]) -> None:
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    try:
+        save_file(arrays, path)  # not by way of bytes: a replay's arrays may fill half the memory
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error)) from None
+    _sync(path)
 
 
 def _sync(path: Path) -> None:
@@ -197,10 +207,10 @@ def _sync(path: Path) -> None:
 
 def _arrays(path: Path) -> dict[str, Any]:
     from safetensors import SafetensorError
-    from safetensors.numpy import load
+    from safetensors.numpy import load_file
 
     try:
-        return load(path.read_bytes())
+        return load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{path.name}: {error}") from None
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 log = logging.getLogger("shoal")
 FORMAT = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
+DATED = logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S")
 SHOWN = ("policy_loss", "value_loss", "entropy", "lag")
 
 
@@ -81,7 +82,7 @@ def logging_to(file: Path) -> Iterator[None]:
     with suppress(OSError):
         handlers.append(Quiet(file, delay=True, encoding="utf-8"))
     for handler in handlers:
-        handler.setFormatter(FORMAT)
+        handler.setFormatter(FORMAT if isinstance(handler, Terminal) else DATED)
         log.addHandler(handler)
     log.setLevel(min(before, logging.INFO) or logging.INFO)
     try:
@@ -103,19 +104,24 @@ def evaluation_line(result: Mapping[str, Any]) -> str:
     """One evaluation as a line."""
     extra = "".join(f"  {name} {value:.4g}" for name, value in result["metrics"].items())
     count = len(result["scores"])
-    return f"evaluation at step {result['steps']:,}: mean return {result['mean']:.1f} over {count} episodes{extra}"
+    return f"evaluation at step {result['steps']:,}: mean return {number(result['mean'])} over {count} episodes{extra}"
 
 
 def progress_line(view: Mapping[str, Any]) -> str:
     """The run's progress as a line."""
-    parts = [f"{100 * view['steps'] / view['total']:3.0f} %", f"step {view['steps']:,}"]
+    parts = [f"{min(100 * view['steps'] / view['total'], 100):3.0f} %", f"step {view['steps']:,}"]
     parts += [f"{view['steps_per_s']:,.0f} steps/s"]
     if view["left"] is not None:
         parts.append(f"{duration(view['left'])} left")
     if view["return"] is not None:
-        parts.append(f"return {view['return']:.1f}")
+        parts.append(f"return {number(view['return'])}")
     parts += [f"{name} {value:.3g}" for name, value in view["metrics"].items() if name in SHOWN]
     return "  ".join(parts)
+
+
+def number(value: float) -> str:
+    """A return with as many digits as matter."""
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
 
 
 def duration(seconds: float) -> str:

@@ -40,7 +40,8 @@ def locate(run: str | Path) -> Path:
     path = Path(run)
     known = sorted((item.parent for item in RUNS.glob(f"*/{CONFIG}")), key=lambda item: item.stat().st_mtime)
     if str(run) == "latest" and known:
-        return known[-1]
+        # One that failed before it learned anything is hardly meant.
+        return next((item for item in reversed(known) if (item / "checkpoints").is_dir()), known[-1])
     for candidate in (path, RUNS / path):
         if (candidate / CONFIG).is_file():
             return candidate
@@ -77,14 +78,18 @@ def locked(folder: Path) -> Iterator[None]:
 def note(folder: Path, line: str) -> None:
     """Write a line into the run's log, without showing it."""
     with suppress(OSError), (folder / LOG).open("a", encoding="utf-8") as file:
-        file.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
 
 def write(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     draft = path.with_suffix(".tmp")
-    draft.write_text(text)
-    draft.replace(path)
+    try:
+        draft.write_text(text)
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def read_summary(folder: Path) -> dict[str, Any]:

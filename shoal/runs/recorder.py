@@ -23,6 +23,7 @@ ROWS = 1000  # a row covers at least this fraction of the time so far, so that l
 def record(experiment: Any, run: Path, steps: int, journal: Any, report: Callable[[], Mapping[str, Any]]) -> Work:
     """Write the metrics of a run that goes on after these steps, and show its progress; it only ever waits."""
     recorder = Recorder(experiment, run, steps, report)
+    recorder.evaluations += journal.snapshot()["evaluations"]  # of before, where the run is resumed
     looked = 0.0
     try:
         while True:
@@ -45,7 +46,7 @@ class Recorder:
         self.display = console.display(experiment.log_every)
         self.title = f"{console.title(experiment)} · {run}"
         now = time.monotonic()
-        self.marks = deque([(now, steps, 0)])  # when, steps, updates
+        self.marks = deque[tuple[float, int, int]]()  # when, steps, updates
         self.steps, self.started = steps, now
         self.row_at = self.flushed_at = self.shares_at = now
         self.newest: dict[str, float] = {}

@@ -1,3 +1,6 @@
 """Services: they answer at once and call nobody."""
 
-STORES = {"queue": "shoal.services.queue:Queue"}
+STORES = {
+    "queue": "shoal.services.queue:Queue",
+    "replay": "shoal.services.replay:Replay",
+}

@@ -51,7 +51,7 @@ class Queue:
             self.filled.append(slot)
         return True
 
-    def get(self, size: int, oldest: int = 0) -> Mapping[str, Tree] | None:
+    def get(self, size: int, oldest: int = 0, beta: float = 1.0) -> Mapping[str, Tree] | None:
         """A batch of the items that waited longest, dropping those of policies before `oldest`."""
         if len(self.filled) < size:
             return None
@@ -73,11 +73,15 @@ class Queue:
     def update(self, key: Array, priority: Array) -> None:
         """Nothing to do: no item comes twice."""
 
-    def clear(self) -> None:
-        """Forget what waits."""
+    def settle(self) -> Mapping[str, Array]:
+        """Forget what waits: its actors will begin anew."""
         self.free.extend(self.filled)
         self.filled.clear()
         self.free = deque(sorted(self.free))  # as at the beginning, so that the same puts take the same places
+        return {}
+
+    def restore(self, saved: Mapping[str, Array]) -> None:
+        """Nothing was kept."""
 
     def status(self) -> Mapping[str, int]:
         """How full it is, and how many items were too old to use."""

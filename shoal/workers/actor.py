@@ -9,6 +9,7 @@ import torch
 
 from shoal import envs
 from shoal.core.randomness import derive, seed_everything
+from shoal.core.settings import at
 from shoal.core.tree import to_numpy, to_torch
 from shoal.core.types import Step, Work
 from shoal.workers import packing
@@ -42,7 +43,8 @@ def fill(
     places = np.arange(index * size, (index + 1) * size) / max(experiment.actor_count * size - 1, 1)
     rank = torch.as_tensor(places, dtype=torch.float32, device=policy.device)
     packer = packing.make(algorithm.experience, size)
-    step, carry = worlds.reset(), algorithm.begin(policy.net, size)
+    chunk = packing.Chunk(experiment.chunk)
+    step, carry, puts = worlds.reset(), algorithm.begin(policy.net, size), 0
     while policy.version < 0 and not policy.follow(parameters):
         yield False
 
@@ -50,17 +52,21 @@ def fill(
         return bool(experiment.lockstep and parameters.status()["period"] != policy.period)
 
     while True:
-        if (items := packer.observe(step)) is not None:
-            while not store.put(items, None):
+        if (items := chunk.add(packer.observe(step))) is not None:
+            priority = policy.judge(algorithm, items) if experiment.judged_by_actors else None
+            while not store.put(items, priority):
                 yield False
                 if over():
                     return
             journal.acted([list(episode) for episode in worlds.episodes()], worlds.faults())
+            puts += 1
             yield True
-            while not over() and not policy.follow(parameters) and algorithm.max_lag == 0:
-                yield False
+            if puts % experiment.refresh == 0:
+                while not over() and not policy.follow(parameters) and algorithm.max_lag == 0:
+                    yield False
             if over():
                 return
+            algorithm = at(experiment.algorithm, policy.steps / experiment.steps)
         torch.set_num_threads(1)  # again, since workers of one process share the number
         with torch.inference_mode():
             choice = algorithm.act(policy.net, Step(*(to_torch(part, policy.device) for part in step)), carry, rank)

@@ -47,6 +47,7 @@ def evaluate(experiment: Any, parameters: Any, journal: Any, checkpoints: Any) -
                 if instant % PATIENCE == 0 and journal.stopping() == INTERRUPTED:
                     return
             result = summarise(policy.steps, ended)
+            journal.acted([], worlds.faults())
             over = journal.evaluated(result)
             best = {"weights": to_numpy(policy.net.state_dict()), "state": result}
             if problem := checkpoints.save_best(best):

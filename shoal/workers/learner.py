@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -13,12 +14,13 @@ import torch
 from shoal import envs
 from shoal.core.randomness import derive, seed_everything
 from shoal.core.settings import at
-from shoal.core.tree import map_tree, to_numpy, to_torch
+from shoal.core.tree import map_tree, to_numpy
 from shoal.core.types import Batch, Work
-from shoal.workers.policy import pick_device
-from shoal.workers.snapshot import capture, restore
+from shoal.workers.policy import pick_device, to_batch
+from shoal.workers.snapshot import capture, load_weights, restore
 
 LONGEST = 300.0  # seconds between checkpoints, however slow the steps come
+ASK = 0.2  # seconds between questions whether to stop, while there is nothing to learn from
 
 
 @dataclass
@@ -33,58 +35,112 @@ class Progress:
 
 def learn(experiment: Any, store: Any, parameters: Any, journal: Any, checkpoints: Any) -> Work:
     """Update the network until the steps are used up or the journal says stop; one unit of work is one batch."""
-    algorithm = experiment.algorithm
-    device = pick_device(experiment.device)
+    algorithm, lockstep = experiment.algorithm, experiment.lockstep
     torch.set_num_threads(experiment.learner_threads)
     own = int(np.random.randint(2**31))
-    net = algorithm.build(envs.spec_of(experiment.environment)).to(device)
-    optimizer = algorithm.optimizer(net)
-    now = go_on(net, optimizer, checkpoints.load(experiment.lockstep), journal)
-    if experiment.lockstep:
+    model = Model(algorithm, envs.spec_of(experiment.environment), pick_device(experiment.device))
+    now = go_on(model, store, checkpoints.load(lockstep), journal)
+    if lockstep:
         seed_everything(derive(own, now.period))
     saver = Saver(experiment, now.steps)
-    done = now.steps >= experiment.steps
-    parameters.publish(now.version, now.steps, now.period, done, to_numpy(net.state_dict()))
-    stop, asked = False, time.monotonic()
+    count = Count(store, now.steps)
+    every = experiment.replay.publish if experiment.replay else 1
+    parameters.publish(now.version, now.steps, now.period, False, model.weights())
     yield True
-    while not done and not stop:
-        oldest = 0 if algorithm.max_lag is None else now.version - algorithm.max_lag
-        waiting = fill_of(store)
-        tree = store.get(experiment.batch_size, oldest)
+    stop, asked, published = False, time.monotonic(), now.version
+    done = now.steps >= experiment.steps
+    while not (done or stop):
+        status = store.status()
+        tree = draw(experiment, store, now)
         if tree is None:
-            if time.monotonic() - asked > 0.2:
-                stop, asked = bool(journal.stopping()), time.monotonic()
+            now.steps = count.came(status, now.steps)
+            done = now.steps >= experiment.steps
+            if lockstep or time.monotonic() - asked > ASK:  # the clock must not decide what lockstep learns
+                stop, asked = journal.learned(now.steps, now.updates, {}), time.monotonic()
             yield False
             continue
         torch.set_num_threads(experiment.learner_threads)
-        batch = to_batch(tree, device)
+        batch = to_batch(tree, model.device)
         present = at(algorithm, now.steps / experiment.steps)
-        metrics = {"lag": float((now.version - batch.version).mean()), "lr": present.lr.now, "queue": waiting}
-        now.steps += int(batch.mask.sum())
-        priority, count, numbers = update(present, net, optimizer, batch)
-        now.updates, now.version = now.updates + count, now.version + 1
+        metrics = {
+            "lag": float((now.version - batch.version).mean()),
+            "lr": present.lr.now,
+            "queue": status["filled"] / status["capacity"],
+        }
+        priority, updates, numbers = model.update(present, batch, now.updates)
+        now.steps = count.learned(status, now.steps, batch)
+        now.updates, now.version = now.updates + updates, now.version + 1
         if priority is not None:
             store.update(batch.key, priority)
         stop = journal.learned(now.steps, now.updates, {**metrics, **numbers})
         done = now.steps >= experiment.steps
         if saver.due(now.steps) and not done and not stop:
-            if experiment.lockstep:
-                now.period += 1
-                store.clear()
+            saver.save(checkpoints, store, journal, now, model, scheduled=True)
+            if lockstep:
                 seed_everything(derive(own, now.period))
-            saver.save(checkpoints, journal, now, net, optimizer, scheduled=True)
-        parameters.publish(now.version, now.steps, now.period, done, to_numpy(net.state_dict()))
+                published = now.version - every
+        if now.version - published >= every and not done and not stop:
+            parameters.publish(now.version, now.steps, now.period, False, model.weights())
+            published = now.version
         yield True
-    saver.save(checkpoints, journal, now, net, optimizer, scheduled=False)
-    if stop:
-        parameters.publish(now.version + 1, now.steps, now.period, True, to_numpy(net.state_dict()))
+    saver.save(checkpoints, store, journal, now, model, scheduled=False)
+    parameters.publish(now.version + 1, now.steps, now.period, True, model.weights())
 
 
-def go_on(net: Any, optimizer: Any, saved: Mapping[str, Any] | None, journal: Any) -> Progress:
+def draw(experiment: Any, store: Any, now: Progress) -> Any:
+    """A batch of what the algorithm may still learn from, or None."""
+    lag = experiment.algorithm.max_lag
+    beta = experiment.replay.beta.at(now.steps / experiment.steps).now if experiment.replay else 1.0
+    return store.get(experiment.batch_size, 0 if lag is None else now.version - lag, beta)
+
+
+class Count:
+    """Counts environment steps: a replay tells those that came in, a queue's are counted as they are learned from."""
+
+    def __init__(self, store: Any, steps: int) -> None:
+        """Go on from these steps."""
+        self.before = steps - store.status().get("steps", 0)
+
+    def came(self, status: Mapping[str, int], steps: int) -> int:
+        """The steps so far, when there was nothing to learn from."""
+        return self.before + status["steps"] if "steps" in status else steps
+
+    def learned(self, status: Mapping[str, int], steps: int, batch: Batch) -> int:
+        """The steps so far, after a batch."""
+        return self.came(status, steps) if "steps" in status else steps + int(batch.mask.sum())
+
+
+class Model:
+    """The network that learns, the target network that follows it now and then, and the optimizer."""
+
+    def __init__(self, algorithm: Any, spec: Any, device: torch.device) -> None:
+        """Build them; without a need for a target network, the network is its own."""
+        self.device = device
+        self.net = algorithm.build(spec).to(device)
+        self.every: int | None = getattr(algorithm, "target_every", None)
+        self.target = copy.deepcopy(self.net).requires_grad_(False) if self.every else self.net
+        self.optimizer = algorithm.optimizer(self.net)
+
+    def update(self, algorithm: Any, batch: Batch, updates: int) -> tuple[Any, int, dict[str, float]]:
+        """Learn from a batch, after so many updates; the target network follows after every `target_every`."""
+        priority, count, metrics = update(algorithm, self.net, self.target, self.optimizer, batch)
+        if self.every and updates // self.every != (updates + count) // self.every:
+            self.target.load_state_dict(self.net.state_dict())
+        return priority, count, metrics
+
+    def weights(self) -> Any:
+        """The network's weights, normalisers among them."""
+        return to_numpy(self.net.state_dict())
+
+
+def go_on(model: Model, store: Any, saved: Mapping[str, Any] | None, journal: Any) -> Progress:
     """Begin, or go on where a checkpoint stands."""
     if saved is None:
         return Progress()
-    restore(net, optimizer, saved)
+    restore(model.net, model.optimizer, saved)
+    if model.every:
+        load_weights(model.target, saved.get("target", saved["weights"]))
+    store.restore(saved.get("store", {}))
     now = Progress(**{field.name: saved["state"][field.name] for field in fields(Progress)})
     journal.went_back(now.steps)
     return now
@@ -96,6 +152,7 @@ class Saver:
     def __init__(self, experiment: Any, steps: int) -> None:
         """Count from these steps."""
         self.interval, self.exact = experiment.checkpoint_interval, experiment.lockstep
+        self.keep = self.exact or bool(experiment.replay and experiment.replay.save)
         self.last, self.saved = steps, time.monotonic()
 
     def due(self, steps: int) -> bool:
@@ -103,29 +160,21 @@ class Saver:
         late = not self.exact and time.monotonic() - self.saved > LONGEST
         return late or steps - self.last >= self.interval
 
-    def save(self, checkpoints: Any, journal: Any, now: Progress, net: Any, optimizer: Any, scheduled: bool) -> None:
-        """Save, unless nothing was learned since the last time."""
+    def save(self, checkpoints: Any, store: Any, journal: Any, now: Progress, model: Model, scheduled: bool) -> None:
+        """Save, unless nothing was learned since the last time; under lockstep a scheduled one opens a new period."""
         if now.steps > self.last:
+            now.period += scheduled and self.exact
+            content = capture(model.net, model.optimizer)
+            if model.every:
+                content["target"] = to_numpy(model.target.state_dict())
+            if self.keep:
+                content["store"] = store.settle()
             state = {**asdict(now), "scheduled": scheduled, "journal": journal.state()}
-            problem = checkpoints.save({**capture(net, optimizer), "state": state})
-            journal.saved(now.steps, problem)
+            journal.saved(now.steps, checkpoints.save({**content, "state": state}))
         self.last, self.saved = now.steps, time.monotonic()
 
 
-def fill_of(store: Any) -> float:
-    """How full the store is, between 0 and 1."""
-    status = store.status()
-    return float(status["filled"] / status["capacity"])
-
-
-def to_batch(tree: Any, device: torch.device) -> Batch:
-    """Move a batch to the learner's device; keys and versions stay where they are."""
-    stays = {"key": tree["key"], "version": tree["version"]}
-    moves = {name: to_torch(value, device) for name, value in tree.items() if name not in stays}
-    return Batch(**moves, **stays)
-
-
-def update(algorithm: Any, net: Any, optimizer: Any, batch: Batch) -> tuple[Any, int, dict[str, float]]:
+def update(algorithm: Any, net: Any, target: Any, optimizer: Any, batch: Batch) -> tuple[Any, int, dict[str, float]]:
     """Go over a batch in epochs and minibatches; return new priorities, if items can come again, and metrics."""
     for group in optimizer.param_groups:
         group["lr"] = algorithm.lr.now
@@ -134,7 +183,7 @@ def update(algorithm: Any, net: Any, optimizer: Any, batch: Batch) -> tuple[Any,
     metrics: dict[str, torch.Tensor] = {}
     pieces = 0
     for piece in [prepared] if whole else cut(prepared, algorithm.epochs, algorithm.minibatches):
-        loss = algorithm.loss(net, net, piece)
+        loss = algorithm.loss(net, target, piece)
         optimizer.zero_grad(set_to_none=True)
         (loss.each * piece.weight).mean().backward()
         if algorithm.clip_norm is not None:

@@ -177,6 +177,32 @@ class Transitions:
         }
 
 
+class Chunk:
+    """Gathers items until there are enough to be sent at once."""
+
+    def __init__(self, size: int) -> None:
+        """Send no fewer than so many."""
+        self.size, self.waiting = size, list[Items]()
+
+    def add(self, items: Items | None) -> Items | None:
+        """Take items, and return all that waited once there are enough."""
+        if items is None:
+            return None
+        if not self.waiting and len(items["version"]) >= self.size:
+            return items
+        self.waiting.append(map_tree(np.copy, items))  # a packer's memory is soon written again
+        if sum(len(part["version"]) for part in self.waiting) < self.size:
+            return None
+        # Versions are [N]; everything else has time before the items.
+        whole = {
+            key: map_tree(lambda *parts, key=key: np.concatenate(parts, int(key != "version")), *parts)
+            for key in items
+            if (parts := [part[key] for part in self.waiting])
+        }
+        self.waiting.clear()
+        return whole
+
+
 def _join(one: Items | None, two: Items) -> Items:
     """Put items side by side."""
     if one is None:

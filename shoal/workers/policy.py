@@ -1,14 +1,16 @@
-"""A network that follows the newest weights."""
+"""A network that follows the newest weights, and batches for it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from shoal.core.algorithm import Algorithm
 from shoal.core.tree import to_torch
-from shoal.core.types import Spec
+from shoal.core.types import Array, Batch, Spec
 
 
 def pick_device(name: str) -> torch.device:
@@ -36,3 +38,18 @@ class Follower:
         self.version, self.steps = newest["version"], newest["steps"]
         self.period, self.final = newest["period"], newest["final"]
         return True
+
+    def judge(self, algorithm: Algorithm, items: Mapping[str, Any]) -> Array:
+        """First priorities of items, by the loss that will set their later ones."""
+        count = len(items["version"])
+        batch = to_batch({**items, "key": np.zeros(count, np.int64), "weight": np.ones(count, np.float32)}, self.device)
+        with torch.no_grad():
+            priority: Array = algorithm.loss(self.net, self.net, batch).priority.cpu().numpy()
+        return priority
+
+
+def to_batch(tree: Any, device: torch.device) -> Batch:
+    """Move a batch to a device; keys and versions stay where they are."""
+    stays = {"key": tree["key"], "version": tree["version"]}
+    moves = {name: to_torch(value, device) for name, value in tree.items() if name not in stays}
+    return Batch(**moves, **stays)

@@ -52,14 +52,14 @@ def test_arguments_are_refused():
 
 def test_spec_and_types():
     worlds, steps = play("Pong", 2)
-    assert worlds.spec.observation == ArraySpec((4, 84, 84), "uint8")
+    assert worlds.spec.observation == ArraySpec((4, 84, 84), "uint8", stack=4)
     assert worlds.spec.action == ActionSpec(6)
     for step in steps:
         assert step.observation.shape == (2, 4, 84, 84)
         assert [part.dtype.name for part in step] == ["uint8", "float32", "float32", "bool"]
     assert play("Pong", 0, full_action_space=True)[0].spec.action == ActionSpec(18)
     small, steps = play("Pong", 1, grayscale=False, stack=2, height=40, width=30)
-    assert small.spec.observation == ArraySpec((6, 40, 30), "uint8")
+    assert small.spec.observation == ArraySpec((6, 40, 30), "uint8", stack=2)
     assert steps[1].observation.shape == (2, 6, 40, 30)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shoal.envs import TOYS, Environment, make
-from shoal.envs.toy import BLOCK, LEVELS, Catch, Counting, Identity, Memory, Target, bars, blocks
+from shoal.envs.toy import BLOCK, LEVELS, Catch, Counting, DeepSea, Identity, Memory, Target, bars, blocks
 
 
 def play(id, choose, steps=200, **arguments):
@@ -20,7 +20,7 @@ def play(id, choose, steps=200, **arguments):
 
 
 def test_table():
-    assert list(TOYS) == ["Catch", "Identity", "Target", "Counting", "Memory"]
+    assert list(TOYS) == ["Catch", "Identity", "Target", "Counting", "Memory", "DeepSea"]
     assert TOYS["Catch"] == "Move a paddle under a falling ball: +1 for catching it, -1 for missing it."
 
 
@@ -150,3 +150,32 @@ def test_every_toy_can_be_pictured_to_the_end_and_beyond(id):
         worlds.step(np.zeros((2, 1) if id == "Target" else 2, np.int64))
         assert worlds.render().shape == shape
     worlds.close()
+
+
+def test_deep_sea_rewards_the_one_way_down_and_charges_for_each_step_to_the_right():
+    world = DeepSea(size=4, layout=3)
+    observation, _ = world.reset()
+    total, path = 0.0, []
+    for _ in range(4):
+        row, column = divmod(int(observation.argmax()), 4)
+        path.append((row, column))
+        observation, reward, ended, truncated, _ = world.step(int(world._right[row, column]))
+        total += reward
+    assert path == [(0, 0), (1, 1), (2, 2), (3, 3)]
+    assert total == pytest.approx(1 - 0.01)
+    assert (ended, truncated) == (True, False)
+    assert not observation.any()
+
+
+def test_deep_sea_forgives_no_step_to_the_left():
+    world = DeepSea(size=5)
+    for wrong in range(5):
+        observation, _ = world.reset()
+        total = 0.0
+        for step in range(5):
+            row, column = divmod(int(observation.argmax()), 5)
+            right = int(world._right[row, column])
+            observation, reward, _, _, _ = world.step(1 - right if step == wrong else right)
+            total += reward
+        assert total == pytest.approx(-0.01 * 4 / 5)
+    assert DeepSea(size=5, layout=1)._right.tolist() != world._right.tolist()

@@ -214,7 +214,7 @@ def test_a_cleared_queue_is_as_at_the_beginning():
     queue, fresh = Queue(5), Queue(5)
     queue.put(items(1, 2, 3))
     queue.get(2)
-    queue.clear()
+    assert queue.settle() == {}
     assert queue.status()["filled"] == 0
     for one in (queue, fresh):
         assert one.put(items(4, 5, 6, 7, 8))

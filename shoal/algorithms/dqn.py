@@ -1,0 +1,75 @@
+"""DQN with its well-known improvements as switches (doi:10.1038/nature14236, arXiv:1710.02298)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shoal.core.replaying import Replaying
+from shoal.core.settings import Schedule, Settings
+from shoal.core.types import Act, Batch, Loss, NStep, Spec, Step
+from shoal.nets.q_network import QNetwork, epsilon_greedy, q_loss
+from shoal.nets.torsos import Network
+
+
+class Dqn(Settings):
+    """Deep Q-learning; double, dueling, n-step, prioritized and quantile versions are switches."""
+
+    # Mnih et al. 2015, extended data table 1, unless a comment differs.
+    lr: Schedule = Field(Schedule(start=1e-4, shape="constant"), description="Learning rate.")
+    batch: int | None = Field(32, ge=1, description="Items per update.")
+    gamma: float = Field(0.99, ge=0, le=1, description="Discount per step.")
+    n: int = Field(1, ge=1, description="Steps of each return before its bootstrap.")
+    double: bool = Field(True, description="Whether the online network chooses the action that is bootstrapped from.")
+    dueling: bool = Field(False, description="Whether value and advantage are separate streams.")
+    # 200 quantiles and κ = 1 for Atari: arXiv:1710.10044, section 5.
+    quantiles: int = Field(1, ge=1, description="Quantiles of each return's distribution; 1: its mean only.")
+    epsilon: Schedule = Field(Schedule(start=1.0, end=0.05), description="Chance of a random action while training.")
+    evaluation_epsilon: float = Field(0.0, ge=0, le=1, description="Chance of a random action in evaluations.")
+    target_every: int = Field(1_000, ge=1, description="Updates between copies to the target network.")
+    replay: Replaying = Field(
+        Replaying(alpha=0.0, samples_per_insert=8.0), description="How experience is kept and drawn again."
+    )
+    actor_priorities: bool = Field(False, description="Whether actors judge new items; else they are drawn soon.")
+    clip_norm: float | None = Field(10.0, gt=0, description="Largest gradient norm; none: no bound.")
+    adam_epsilon: float = Field(1e-5, gt=0, description="Added to Adam's denominator.")
+    epochs: int = Field(1, ge=1, le=1, description="Passes over each batch: priorities allow one.")
+    minibatches: int = Field(1, ge=1, le=1, description="Pieces of each pass: priorities allow one.")
+    max_lag: int | None = Field(None, ge=1, description="Unused by replay; none: any.")
+    head: int = Field(0, ge=0, description="Units between the torso and each stream of values; 0: none.")
+    network: Network = Field(Network(activation="relu"), description="The network.")
+
+    @property
+    def experience(self) -> NStep:
+        """n-step transitions."""
+        return NStep(self.n, self.gamma)
+
+    def build(self, spec: Spec) -> QNetwork:
+        """Make the network."""
+        return QNetwork(self.network, spec, self.dueling, self.quantiles, self.head)
+
+    def optimizer(self, net: QNetwork) -> Optimizer:
+        """Make the optimizer."""
+        return torch.optim.Adam(net.parameters(), self.lr.now, eps=self.adam_epsilon, foreach=True)
+
+    def begin(self, net: QNetwork, size: int) -> dict[str, Tensor]:
+        """Nothing is carried."""
+        return {}
+
+    def act(self, net: QNetwork, step: Step, carry: Any, rank: Tensor | None) -> Act:
+        """Take the best action, or with a chance of epsilon any."""
+        epsilon = self.evaluation_epsilon if rank is None else self.epsilon.now
+        return Act(epsilon_greedy(net.values(step), epsilon), {}, carry)
+
+    def prepare(self, net: QNetwork, batch: Batch) -> Batch:
+        """Update running statistics."""
+        net.observe(batch)
+        return batch
+
+    def loss(self, net: QNetwork, target: QNetwork, batch: Batch) -> Loss:
+        """Return the Huber loss of the n-step temporal difference, or of its quantiles."""
+        return q_loss(net, target, batch, self.gamma, self.double)

@@ -1,0 +1,221 @@
+"""Never Give Up: R2D2 that also looks for what is new, with a bandit that says how much (arXiv:2002.06038).
+
+Intrinsic and extrinsic values are separate networks and a meta-controller picks the arm, as in Agent57
+(arXiv:2003.13350).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.core.bandit import Bandit
+from shoal.core.replaying import Replaying
+from shoal.core.settings import Schedule, Settings
+from shoal.core.tree import map_tree
+from shoal.core.types import Act, Batch, Loss, Sequence, Spec, Step
+from shoal.losses.masking import masked_mean, time_mean
+from shoal.losses.novelty import NEIGHBOURS, betas, episodic_novelty, gammas, nearest_distances
+from shoal.losses.q_values import mixed_priority, n_step_targets, pick, rescale, unscale
+from shoal.nets.novelty import Novelty
+from shoal.nets.q_network import QNetwork, epsilon_greedy, ladder, previous, trained, unroll
+from shoal.nets.torsos import Network
+
+PARTS = ("extrinsic", "intrinsic")
+
+
+class NguNetwork(nn.Module):
+    """Two networks of action values, and what tells how new a state is."""
+
+    def __init__(self, settings: Ngu, spec: Spec) -> None:
+        super().__init__()
+        extra = spec.action.size + 2 + settings.arms  # last action and reward, novelty, arm
+        for part in PARTS:
+            self.add_module(part, QNetwork(settings.network, spec, settings.dueling, 1, settings.head, extra))
+        self.novelty = Novelty(settings.network.model_copy(update={"lstm": 0}), spec, settings.embedding)
+        self.actions = spec.action.size
+
+    def q(self, part: str) -> QNetwork:
+        """The network of one of the values."""
+        found = getattr(self, part)
+        assert isinstance(found, QNetwork)
+        return found
+
+
+class Ngu(Settings):
+    """Never Give Up with separate values and a meta-controller; defaults are the papers' where they can be."""
+
+    lr: Schedule = Field(Schedule(start=1e-4, shape="constant"), description="Learning rate.")
+    batch: int | None = Field(64, ge=1, description="Sequences per update.")
+    arms: int = Field(32, ge=1, description="Policies, from one that only exploits to one that explores most.")
+    beta: float = Field(0.3, ge=0, description="Weight of the intrinsic reward for the most exploring arm.")
+    gamma: float = Field(0.997, gt=0, lt=1, description="Discount of the first arm.")
+    gamma_last: float = Field(0.99, gt=0, lt=1, description="Discount of the last arm.")
+    window: int = Field(160, ge=1, description="Episodes that the bandit remembers.")
+    bandit_epsilon: float = Field(0.5, ge=0, le=1, description="Chance that the bandit pulls a random arm.")
+    bonus: float = Field(1.0, ge=0, description="Weight of the bandit's uncertainty.")
+    memory: int = Field(30_000, ge=1, description="States of an episode that are remembered; the oldest give way.")
+    embedding: int = Field(32, ge=1, description="Numbers to which a state is embedded.")
+    n: int = Field(5, ge=1, description="Steps of each return before its bootstrap.")
+    unroll: int = Field(80, ge=1, description="Steps of a sequence that are learned from.")
+    burn_in: int = Field(40, ge=0, description="Steps before them that only warm the memory up.")
+    overlap: int = Field(40, ge=0, description="Steps that a sequence shares with the one before, at least burn_in.")
+    dueling: bool = Field(True, description="Whether value and advantage are separate streams.")
+    eta: float = Field(0.9, ge=0, le=1, description="Share of the largest error in a sequence's priority.")
+    epsilon: float = Field(0.4, gt=0, le=1, description="Chance of a random action of the boldest environment.")
+    epsilon_spread: float = Field(7.0, ge=0, description="Exponent by which the chance falls from first to last.")
+    target_every: int = Field(1_500, ge=1, description="Updates between copies to the target network.")
+    replay: Replaying = Field(
+        Replaying(capacity=100_000, minimum=5_000, alpha=0.9, beta=Schedule(start=0.6, shape="constant"), refresh=5),
+        description="How experience is kept and drawn again.",
+    )
+    actor_priorities: bool = Field(True, description="Whether actors judge new items; else they are drawn soon.")
+    clip_norm: float | None = Field(40.0, gt=0, description="Largest gradient norm; none: no bound.")
+    adam_epsilon: float = Field(1e-4, gt=0, description="Added to Adam's denominator.")
+    epochs: int = Field(1, ge=1, le=1, description="Passes over each batch: priorities allow one.")
+    minibatches: int = Field(1, ge=1, le=1, description="Pieces of each pass: priorities allow one.")
+    max_lag: int | None = Field(None, ge=1, description="Unused by replay; none: any.")
+    head: int = Field(512, ge=0, description="Units between the memory and each stream of values; 0: none.")
+    network: Network = Field(Network(activation="relu", lstm=512), description="The network; it needs an lstm.")
+
+    @property
+    def experience(self) -> Sequence:
+        """Sequences within episodes, which have one arm, with the recurrent states before the first step."""
+        initial = (*(f"core_{part}" for part in PARTS), "previous", "arm")
+        return Sequence(self.burn_in + self.unroll, self.overlap, across=False, initial=initial)
+
+    def build(self, spec: Spec) -> NguNetwork:
+        """Make the networks."""
+        return NguNetwork(self, spec)
+
+    def optimizer(self, net: NguNetwork) -> Optimizer:
+        """Make the optimizer; the parts share no parameter, so one serves them all."""
+        learned = [parameter for parameter in net.parameters() if parameter.requires_grad]
+        return torch.optim.Adam(learned, self.lr.now, eps=self.adam_epsilon, foreach=True)
+
+    def begin(self, net: NguNetwork, size: int) -> dict[str, Any]:
+        """Memories, bandits and what this episode has come to."""
+        carry: dict[str, Any] = {f"core_{part}": net.q(part).begin(size)["core"] for part in PARTS}
+        device = carry["core_extrinsic"].device
+        zeros = torch.zeros(size, device=device)
+        return carry | {
+            "action": torch.zeros(size, dtype=torch.int64, device=device),
+            "arm": torch.zeros(size, dtype=torch.int64, device=device),
+            "bandits": [Bandit(self.arms, self.window, self.bandit_epsilon, self.bonus) for _ in range(size)],
+            "played": False,
+            "score": zeros,
+            "states": torch.zeros(size, 0, self.embedding, device=device),
+            "count": torch.zeros(size, dtype=torch.int64, device=device),
+            "distance": zeros,  # running average of the neighbours' distances
+            "distances": zeros,  # how many went into it
+        }
+
+    def act(self, net: NguNetwork, step: Step, carry: dict[str, Any], rank: Tensor | None) -> Act:
+        """Take the best action under the arm's mix of values; an evaluation plays the arm that only exploits."""
+        carry = dict(carry)
+        if rank is not None:
+            self._episodes(step, carry)
+        novelty = self._look(net, step, carry) if rank is not None else torch.zeros_like(step.reward)
+        seen = previous(carry["action"], step.reward, step.first, net.actions)
+        extra = torch.cat([seen, self._asked(novelty, carry["arm"])], -1)
+        observation = map_tree(lambda x: x.unsqueeze(0), step.observation)
+        record = {"previous": seen, "arm": carry["arm"], "novelty": novelty}
+        values = {}
+        for part in PARTS:
+            record[f"core_{part}"] = carry[f"core_{part}"]
+            q, core = net.q(part)(observation, step.first.unsqueeze(0), carry[f"core_{part}"], extra.unsqueeze(0))
+            values[part], carry[f"core_{part}"] = q[0, :, :, 0], core
+        epsilon = 0.0 if rank is None else ladder(rank, self.epsilon, self.epsilon_spread)
+        mixed = self._mix(values["extrinsic"], values["intrinsic"], carry["arm"].unsqueeze(-1))
+        carry["action"] = epsilon_greedy(mixed, epsilon)
+        return Act(carry["action"], record, carry)
+
+    def _episodes(self, step: Step, carry: dict[str, Any]) -> None:
+        """Where an episode opens, tell the bandit how the one before went, and let it pick the next arm."""
+        carry["score"] = carry["score"] + step.reward
+        opened = step.first.nonzero().flatten().tolist()
+        if opened:
+            carry["arm"], carry["score"], carry["count"] = (carry[key].clone() for key in ("arm", "score", "count"))
+        for index in opened:
+            bandit = carry["bandits"][index]
+            if carry["played"]:
+                bandit.reward(int(carry["arm"][index]), float(carry["score"][index]))
+            carry["arm"][index] = bandit.choose()
+            carry["score"][index], carry["count"][index] = 0.0, 0
+        carry["played"] = True
+
+    def _look(self, net: NguNetwork, step: Step, carry: dict[str, Any]) -> Tensor:
+        """How new this state is (algorithm 1): compare it with the episode so far, then remember it."""
+        point = net.novelty.embedding(step.observation)
+        nearest = nearest_distances(point, carry["states"], carry["count"], NEIGHBOURS)
+        known = nearest.isfinite()
+        total = carry["distance"] * carry["distances"] + torch.where(known, nearest, torch.zeros(())).sum(1)
+        carry["distances"] = carry["distances"] + known.sum(1)
+        carry["distance"] = total / carry["distances"].clamp(min=1)
+        place = carry["count"] % self.memory
+        if int(place.max()) >= carry["states"].shape[1]:
+            grown = min(max(2 * carry["states"].shape[1], 16), self.memory)
+            more = carry["states"].new_zeros(len(place), grown - carry["states"].shape[1], self.embedding)
+            carry["states"] = torch.cat([carry["states"], more], 1)
+        carry["states"] = carry["states"].index_put((torch.arange(len(place), device=place.device), place), point)
+        carry["count"] = carry["count"] + 1
+        return episodic_novelty(nearest, carry["distance"]) * net.novelty.lasting(step.observation)
+
+    def _asked(self, novelty: Tensor, arm: Tensor) -> Tensor:
+        """What the networks are told beside the step before: the novelty and the arm."""
+        return torch.cat([novelty.unsqueeze(-1), nn.functional.one_hot(arm, self.arms).to(novelty.dtype)], -1)
+
+    def _mix(self, extrinsic: Tensor, intrinsic: Tensor, arm: Tensor) -> Tensor:
+        """h(h⁻¹(Qe) + β h⁻¹(Qi)) (arXiv:2003.13350, section 3.1)."""
+        return rescale(unscale(extrinsic) + betas(self.arms, self.beta).to(arm.device)[arm] * unscale(intrinsic))
+
+    def prepare(self, net: NguNetwork, batch: Batch) -> Batch:
+        """Update running statistics."""
+        for part in PARTS:
+            net.q(part).observe(batch)
+        net.novelty.observe(batch)
+        return batch
+
+    def loss(self, net: NguNetwork, target: NguNetwork, batch: Batch) -> Loss:
+        """Return n-step double Q errors of both values on the scale of h, inverse dynamics and distillation."""
+        arm = batch.record["arm"][0]
+        novelty = batch.record["novelty"]  # of the state at which the action was chosen
+        asked = self._asked(torch.cat([novelty, torch.zeros_like(novelty[:1])]), arm.expand(len(batch.first), -1))
+        told = previous(batch.action, batch.reward, batch.first[1:], net.actions)
+        extra = torch.cat([torch.cat([batch.record["previous"], told]), asked], -1)
+        # What an action led to is new or not; the last step's is not known here but in the next sequence.
+        rewards = {"extrinsic": batch.reward, "intrinsic": torch.cat([novelty[1:], torch.zeros_like(novelty[:1])])}
+        mask = trained(batch, self.burn_in)
+        masks = {"extrinsic": mask, "intrinsic": torch.cat([mask[:-1], torch.zeros_like(mask[:1])])}
+        cores = {part: batch.record[f"core_{part}"][0] for part in PARTS}
+        values = {part: unroll(net.q(part), batch, cores[part], extra, self.burn_in)[..., 0] for part in PARTS}
+        with torch.no_grad():
+            goals = {part: unroll(target.q(part), batch, cores[part], extra, self.burn_in)[..., 0] for part in PARTS}
+            best = self._mix(values["extrinsic"], values["intrinsic"], arm.view(1, -1, 1)).argmax(-1)
+            discount = gammas(self.arms, self.gamma, self.gamma_last).to(arm.device)[arm] * batch.discount
+            ends = torch.cat([batch.mask[1:] == 0, torch.ones_like(batch.first[:1])])
+        each, priority, metrics = [], torch.zeros_like(mask), {}
+        weights = {"extrinsic": torch.ones_like(arm, dtype=mask.dtype), "intrinsic": betas(self.arms, self.beta)[arm]}
+        for part in PARTS:
+            with torch.no_grad():
+                future = unscale(pick(goals[part].unsqueeze(-1), best)[..., 0])
+                goal = rescale(n_step_targets(rewards[part], discount, future, ends, self.n))
+            error = goal - pick(values[part][:-1].unsqueeze(-1), batch.action)[..., 0]
+            each.append(time_mean(0.5 * error.square(), masks[part]))
+            priority = priority + weights[part].to(mask.device) * error.detach().abs() * masks[part]
+            metrics[f"{part}_loss"] = masked_mean(0.5 * error.square(), masks[part])
+            metrics[f"{part}_q"] = masked_mean(values[part][:-1].amax(-1), masks[part])
+        inverse, distillation = net.novelty.loss(batch)
+        metrics |= {
+            "inverse_loss": inverse.mean(),
+            "distillation_loss": distillation.mean(),
+            "novelty": masked_mean(novelty, batch.mask),
+            "arm": arm.float().mean(),
+        }
+        return Loss(
+            torch.stack([*each, inverse, distillation]).sum(0), mixed_priority(priority, mask, self.eta), metrics
+        )

@@ -1,0 +1,117 @@
+"""R2D2: recurrent replay with stored states and burn-in (openreview r1lyTjAqYX)."""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shoal.core.replaying import Replaying
+from shoal.core.settings import Schedule, Settings
+from shoal.core.tree import map_tree
+from shoal.core.types import Act, Batch, Loss, Sequence, Spec, Step
+from shoal.losses.masking import masked_mean, time_mean
+from shoal.losses.q_values import bootstrap, mixed_priority, n_step_targets, pick, rescale, unscale
+from shoal.nets.q_network import QNetwork, epsilon_greedy, ladder, previous, trained, unroll
+from shoal.nets.torsos import Network
+
+
+class R2d2(Settings):
+    """Recurrent experience replay in distributed reinforcement learning; defaults are the paper's (table 2)."""
+
+    lr: Schedule = Field(Schedule(start=1e-4, shape="constant"), description="Learning rate.")
+    batch: int | None = Field(64, ge=1, description="Sequences per update.")
+    gamma: float = Field(0.997, ge=0, le=1, description="Discount per step.")
+    n: int = Field(5, ge=1, description="Steps of each return before its bootstrap.")
+    unroll: int = Field(80, ge=1, description="Steps of a sequence that are learned from.")
+    burn_in: int = Field(40, ge=0, description="Steps before them that only warm the memory up.")
+    overlap: int = Field(40, ge=0, description="Steps that a sequence shares with the one before, at least burn_in.")
+    rescale: bool = Field(True, description="Whether values are learned on the scale of h.")
+    double: bool = Field(True, description="Whether the online network chooses the action that is bootstrapped from.")
+    dueling: bool = Field(True, description="Whether value and advantage are separate streams.")
+    eta: float = Field(0.9, ge=0, le=1, description="Share of the largest error in a sequence's priority.")
+    epsilon: float = Field(0.4, gt=0, le=1, description="Chance of a random action of the boldest environment.")
+    epsilon_spread: float = Field(7.0, ge=0, description="Exponent by which the chance falls from first to last.")
+    evaluation_epsilon: float = Field(0.0, ge=0, le=1, description="Chance of a random action in evaluations.")
+    target_every: int = Field(2_500, ge=1, description="Updates between copies to the target network.")
+    replay: Replaying = Field(
+        Replaying(
+            capacity=100_000,
+            minimum=5_000,
+            alpha=0.9,
+            beta=Schedule(start=0.6, shape="constant"),
+            chunk=1,
+            refresh=5,
+        ),
+        description="How experience is kept and drawn again.",
+    )
+    actor_priorities: bool = Field(True, description="Whether actors judge new items; else they are drawn soon.")
+    clip_norm: float | None = Field(40.0, gt=0, description="Largest gradient norm; none: no bound.")
+    adam_epsilon: float = Field(1e-3, gt=0, description="Added to Adam's denominator.")
+    epochs: int = Field(1, ge=1, le=1, description="Passes over each batch: priorities allow one.")
+    minibatches: int = Field(1, ge=1, le=1, description="Pieces of each pass: priorities allow one.")
+    max_lag: int | None = Field(None, ge=1, description="Unused by replay; none: any.")
+    head: int = Field(512, ge=0, description="Units between the memory and each stream of values; 0: none.")
+    network: Network = Field(Network(activation="relu", lstm=512), description="The network; it needs an lstm.")
+
+    @property
+    def experience(self) -> Sequence:
+        """Sequences within episodes, with the recurrent state before the first step."""
+        return Sequence(self.burn_in + self.unroll, self.overlap, across=False, initial=("core", "previous"))
+
+    def build(self, spec: Spec) -> QNetwork:
+        """Make the network; its memory also sees the last action and reward."""
+        return QNetwork(self.network, spec, self.dueling, 1, self.head, extra=spec.action.size + 1)
+
+    def optimizer(self, net: QNetwork) -> Optimizer:
+        """Make the optimizer."""
+        return torch.optim.Adam(net.parameters(), self.lr.now, eps=self.adam_epsilon, foreach=True)
+
+    def begin(self, net: QNetwork, size: int) -> dict[str, Tensor]:
+        """The memory, and the action before."""
+        return net.begin(size)
+
+    def act(self, net: QNetwork, step: Step, carry: dict[str, Tensor], rank: Tensor | None) -> Act:
+        """Take the best action, or with a chance that depends on the rank any."""
+        seen = previous(carry["action"], step.reward, step.first, net.head.actions)
+        observation = map_tree(lambda x: x.unsqueeze(0), step.observation)
+        values, core = net(observation, step.first.unsqueeze(0), carry["core"], seen.unsqueeze(0))
+        epsilon = self.evaluation_epsilon if rank is None else ladder(rank, self.epsilon, self.epsilon_spread)
+        action = epsilon_greedy(values[0, :, :, 0], epsilon)
+        return Act(action, {"core": carry["core"], "previous": seen}, {"core": core, "action": action})
+
+    def prepare(self, net: QNetwork, batch: Batch) -> Batch:
+        """Update running statistics."""
+        net.observe(batch)
+        return batch
+
+    def loss(self, net: QNetwork, target: QNetwork, batch: Batch) -> Loss:
+        """Return half the squared n-step double Q error on the scale of h, after the burn-in."""
+        extra = torch.cat(
+            [batch.record["previous"], previous(batch.action, batch.reward, batch.first[1:], net.head.actions)]
+        )
+        core = batch.record["core"][0]
+        values = unroll(net, batch, core, extra, self.burn_in)
+        with torch.no_grad():
+            goal = unroll(target, batch, core, extra, self.burn_in)
+            future = bootstrap(values if self.double else goal, goal)[..., 0]
+            ends = torch.cat([batch.mask[1:] == 0, torch.ones_like(batch.first[:1])])
+            returns = n_step_targets(
+                batch.reward,
+                self.gamma * batch.discount,
+                unscale(future) if self.rescale else future,
+                ends,
+                self.n,
+            )
+            goals = rescale(returns) if self.rescale else returns
+        chosen = pick(values[:-1], batch.action)[..., 0]
+        error = goals - chosen
+        mask = trained(batch, self.burn_in)
+        metrics = {
+            "value_loss": masked_mean(0.5 * error.square(), mask),
+            "q": masked_mean(chosen, mask),
+            "td_error": masked_mean(error.abs(), mask),
+        }
+        priority = mixed_priority(error.detach(), mask, self.eta)
+        return Loss(time_mean(0.5 * error.square(), mask), priority, metrics)

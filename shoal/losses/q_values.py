@@ -1,0 +1,79 @@
+"""Losses of action values, one number per item and step; [T, B] are time and items."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+EPSILON = 1e-3  # of the value rescaling: openreview r1lyTjAqYX, section 2.3
+
+
+def pick(values: Tensor, action: Tensor) -> Tensor:
+    """The entries [..., N] of [..., A, N] that belong to the actions [...]."""
+    index = action[..., None, None].expand(*action.shape, 1, values.shape[-1])
+    return values.gather(-2, index).squeeze(-2)
+
+
+def bootstrap(choice: Tensor, target: Tensor) -> Tensor:
+    """The target network's quantiles [..., N] of the action that `choice`, both [..., A, N], holds for the best.
+
+    Double Q-learning lets the online network choose (arXiv:1509.06461, eq. 4), the original the target network.
+    """
+    return pick(target, choice.mean(-1).argmax(-1))
+
+
+def huber(error: Tensor, bound: float = 1.0) -> Tensor:
+    """½ δ² within the bound, linear beyond it."""
+    small = error.abs().clamp(max=bound)
+    return small * (error.abs() - 0.5 * small)
+
+
+def quantile_huber(quantiles: Tensor, target: Tensor, bound: float = 1.0) -> Tensor:
+    """The quantile Huber loss of [..., N] towards samples [..., M] (arXiv:1710.10044, eq. 10 and section 4).
+
+    Mean over the samples, sum over the quantiles, whose fractions are (i + ½) / N.
+    """
+    count = quantiles.shape[-1]
+    fraction = (torch.arange(count, device=quantiles.device, dtype=quantiles.dtype) + 0.5) / count
+    error = target.detach().unsqueeze(-2) - quantiles.unsqueeze(-1)  # [..., N, M]
+    weight = (fraction[:, None] - (error.detach() < 0).to(quantiles.dtype)).abs()
+    return (weight * huber(error, bound) / bound).mean(-1).sum(-1)
+
+
+def rescale(x: Tensor) -> Tensor:
+    """h(x) = sign(x)(√(|x| + 1) − 1) + εx (arXiv:1805.11593, proposition A.2)."""
+    return x.sign() * ((x.abs() + 1).sqrt() - 1) + EPSILON * x
+
+
+def unscale(x: Tensor) -> Tensor:
+    """The inverse of `rescale`."""
+    root = (1 + 4 * EPSILON * (x.abs() + 1 + EPSILON)).sqrt()
+    return x.sign() * (((root - 1) / (2 * EPSILON)).square() - 1)
+
+
+def n_step_targets(reward: Tensor, discount: Tensor, bootstrap: Tensor, last: Tensor, n: int) -> Tensor:
+    """n-step returns [T, B] along sequences.
+
+    `discount` [T, B] holds γ, 0 where the episode ended by its rules. `bootstrap` [T + 1, B] is the value of the best
+    action at every observation. `last` [T, B] is True where the run of rewards must stop after this step: there, and
+    at the sequence's end, the return bootstraps early from the observation it has reached.
+    """
+    result = torch.empty_like(reward)
+    length = len(reward)
+    for start in range(length):
+        total, factor = torch.zeros_like(reward[0]), torch.ones_like(reward[0])
+        going = torch.ones_like(last[0])
+        value = bootstrap[start]
+        for step in range(start, min(start + n, length)):
+            total = torch.where(going, total + factor * reward[step], total)
+            factor = torch.where(going, factor * discount[step], factor)
+            value = torch.where(going, bootstrap[step + 1], value)
+            going = going & ~last[step]
+        result[start] = total + factor * value
+    return result
+
+
+def mixed_priority(error: Tensor, mask: Tensor, eta: float) -> Tensor:
+    """η max |δ| + (1 − η) mean |δ| over the valid steps of [T, B] (openreview r1lyTjAqYX, section 2.3)."""
+    size = error.abs() * mask
+    return eta * size.amax(0) + (1 - eta) * size.sum(0) / mask.sum(0).clamp(min=1.0)

@@ -1,0 +1,237 @@
+"""Replay: experience that is kept in a ring and drawn again, by priority or evenly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from shoal.core.errors import Fatal
+from shoal.core.replaying import Replaying
+from shoal.core.types import Array, Tree
+from shoal.services.frames import Frames, Full
+from shoal.services.sums import Sums
+
+PICTURE = 1024  # bytes from which observations are kept as frames, each once
+SPARE = 1.2  # frames per new step: episodes begin with whole stacks
+LEAST = 1e-6  # what is added to a priority, so that no item is lost for good
+
+
+class Replay:
+    """A ring of items in memory that is allocated once; draws are by priority (arXiv:1511.05952) or even.
+
+    Every item has a key that is never given again; a key whose item was overwritten is ignored.
+    """
+
+    def __init__(self, settings: Replaying, batch: int, overlap: int = 0, stack: Any = 1) -> None:
+        """Draw `batch` items at a time; `overlap` steps of a sequence came before."""
+        self.settings, self.batch, self.overlap, self.stack = settings, batch, overlap, stack
+        self.capacity = settings.capacity
+        self.memory: dict[str, Any] = {}
+        self.frames: dict[str, Frames] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}  # of observations that are kept as frames
+        self.keys = np.full(self.capacity, -1, np.int64)
+        self.version = np.zeros(self.capacity, np.int64)
+        self.sums = Sums(self.capacity)
+        self.highest = 1.0  # priority of an item that nobody judged yet
+        self.inserted = self.filled = self.drawn = self.steps = 0
+
+    def put(self, items: Mapping[str, Tree], priority: Array | None = None) -> bool:
+        """Copy items in over the oldest; False: the learner is behind, come back."""
+        versions = np.asarray(items["version"])
+        count = len(versions)
+        if count > self.capacity:
+            raise ValueError(f"{count} items at once do not fit a replay of {self.capacity}")
+        if self._ahead() > self._slack():
+            return False
+        leaves = flat(items)
+        if not self.memory:
+            self._allocate(leaves)
+        keys = self.inserted + np.arange(count)
+        slots = keys % self.capacity
+        self._evict(self.filled + count - self.capacity)
+        for name, value in leaves.items():
+            self._write(name, slots, value)
+        self.keys[slots], self.version[slots] = keys, versions
+        if priority is None:
+            priority = np.full(count, self.highest)
+        self.sums.set(slots, self._sharpen(priority))
+        self.inserted, self.filled = self.inserted + count, self.filled + count
+        self.steps += self._fresh(np.asarray(items["first"]))
+        return True
+
+    def get(self, size: int, oldest: int = 0, beta: float = 1.0) -> Mapping[str, Tree] | None:
+        """Draw a batch with importance weights that are at most 1; None: too few yet, or the actors are behind."""
+        if self.filled < self.settings.minimum or self._ahead() - size < -self._slack():
+            return None
+        if self.settings.alpha == 0:
+            slots = np.random.randint(self.inserted - self.filled, self.inserted, size) % self.capacity
+            weight = np.ones(size, np.float32)
+        else:
+            slots = self.sums.draw(size)
+            chance = self.sums.get(slots) / self.sums.total()
+            rare = (self.filled * chance) ** -beta  # arXiv:1511.05952, section 3.4
+            weight = (rare / rare.max()).astype(np.float32)
+        self.drawn += size
+        batch = nested({name: self._read(name, slots) for name in self.memory})
+        return {**batch, "key": self.keys[slots], "version": self.version[slots], "weight": weight}
+
+    def update(self, key: Array, priority: Array) -> None:
+        """Set priorities; keys of items that are gone are ignored."""
+        slots = key % self.capacity
+        there = self.keys[slots] == key
+        self.highest = max(self.highest, float(priority.max(initial=0.0)))
+        self.sums.set(slots[there], self._sharpen(priority[there]))
+
+    def status(self) -> Mapping[str, int]:
+        """How full it is, and how much went in and out."""
+        counts = {"inserted": self.inserted, "drawn": self.drawn, "steps": self.steps}
+        return {"filled": self.filled, "capacity": self.capacity, **counts}
+
+    def nbytes(self) -> int:
+        """Bytes that the items take."""
+        plain = sum(int(array.nbytes) for array in self.memory.values())
+        return plain + sum(frames.nbytes() for frames in self.frames.values())
+
+    def settle(self) -> Mapping[str, Array]:
+        """Everything, for a checkpoint."""
+        if not self.memory:
+            return {}
+        used = slice(None) if self.inserted >= self.capacity else slice(self.inserted)
+        saved = {f"items|{name}": array[used] for name, array in self.memory.items()}
+        for name, frames in self.frames.items():
+            saved |= {f"{part}|{name}": array for part, array in frames.snapshot().items()}
+            saved[f"shape|{name}"] = np.array(self.shapes[name])
+        counts = np.array([self.inserted, self.filled, self.drawn, self.steps])
+        priorities = self.sums.values.reshape(-1)[: self.capacity]
+        rest = {"keys": self.keys, "version": self.version, "priorities": priorities}
+        return {**saved, **rest, "counts": counts, "highest": np.array(self.highest)}
+
+    def restore(self, saved: Mapping[str, Array]) -> None:
+        """Put back what `settle` returned."""
+        if not saved:
+            return
+        if len(saved["keys"]) != self.capacity:
+            raise Fatal(f"the saved replay holds {len(saved['keys'])} items; replay.capacity is {self.capacity}")
+        self.inserted, self.filled, self.drawn, self.steps = saved["counts"].tolist()
+        self.highest = float(saved["highest"])
+        self.keys[:], self.version[:] = saved["keys"], saved["version"]
+        self.sums.set(np.arange(self.capacity), saved["priorities"])
+        for key, array in saved.items():
+            kind, _, name = key.partition("|")
+            if kind == "items":
+                self.memory[name] = np.zeros((self.capacity, *array.shape[1:]), array.dtype)
+                self.memory[name][: len(array)] = array
+            elif kind == "shape":
+                self.shapes[name] = tuple(array.tolist())
+                parts = {part: saved[f"{part}|{name}"] for part in ("used", "uses", "frames", "free")}
+                self.frames[name] = self._pool(len(parts["used"]) + len(parts["free"]), parts["frames"].shape[1])
+                self.frames[name].restore(parts)
+
+    def _ahead(self) -> float:
+        """Draws that the items so far allow, beyond those made; Acme's limiter, arXiv:2006.00979, section 2.5."""
+        ratio = self.settings.samples_per_insert
+        if ratio is None or self.inserted < self.settings.minimum:
+            return 0.0
+        return ratio * (self.inserted - self.settings.minimum) - self.drawn
+
+    def _slack(self) -> float:
+        ratio = self.settings.samples_per_insert
+        return float("inf") if ratio is None else self.settings.tolerance * self.batch
+
+    def _sharpen(self, priority: Array) -> Array:
+        return (np.abs(priority).astype(np.float64) + LEAST) ** self.settings.alpha
+
+    def _fresh(self, first: Array) -> int:
+        """Steps that no item before held: an overlap is new only where its episode begins with the item."""
+        real = ~first[1:]
+        return int(real[self.overlap :].sum() + real[: self.overlap, first[0]].sum())
+
+    def _allocate(self, leaves: Mapping[str, Array]) -> None:
+        for name, value in leaves.items():
+            shape, dtype = (value.shape[0], *value.shape[2:]), value.dtype
+            if name.startswith("observation") and dtype == np.uint8 and value[0, 0].nbytes >= PICTURE:
+                depth = self._depth(name)
+                new = max(shape[0] - 1 - self.overlap, 1) if shape[0] > 2 else 1
+                places = int(self.capacity * new * SPARE) + shape[0] * depth
+                self.frames[name] = self._pool(places, value[0, 0].nbytes // depth)
+                self.shapes[name] = value.shape[2:]
+                shape, dtype = (shape[0], depth), np.dtype(np.int32)
+            self.memory[name] = np.zeros((self.capacity, *shape), dtype)
+
+    def _pool(self, places: int, size: int) -> Frames:
+        return Frames(places, size, self.settings.compress)
+
+    def _depth(self, name: str) -> int:
+        """Instants in one observation."""
+        depth = self.stack
+        for part in name.split("/")[1:]:
+            depth = depth[part]
+        return int(depth)
+
+    def _write(self, name: str, slots: Array, value: Array) -> None:
+        memory = self.memory[name]
+        if name in self.frames:
+            value = self._keep(name, value)
+        if value.shape != (shape := (memory.shape[1], len(slots), *memory.shape[2:])):
+            raise ValueError(f"items of shape {value.shape} came where those before had {shape}")
+        memory[slots] = np.swapaxes(value, 0, 1)
+
+    def _keep(self, name: str, value: Array) -> Array:
+        """Keep the frames of observations [T, n, ...] and return their places [T, n, depth]."""
+        depth = self.memory[name].shape[-1]
+        frames = np.ascontiguousarray(value).reshape(-1, self.frames[name].size)
+        while True:
+            try:
+                return self.frames[name].add(frames).reshape(*value.shape[:2], depth)
+            except Full:
+                if self.filled == 0:
+                    raise ValueError("the frames of one sending do not fit the replay: raise capacity") from None
+                self._evict(max(self.filled // 100, 1))
+
+    def _evict(self, count: int) -> None:
+        """Let the oldest items go."""
+        if count <= 0:
+            return
+        slots = np.arange(self.inserted - self.filled, self.inserted - self.filled + count) % self.capacity
+        for name, frames in self.frames.items():
+            frames.drop(self.memory[name][slots].reshape(-1))
+        self.keys[slots] = -1
+        self.sums.set(slots, np.zeros(count))
+        self.filled -= count
+
+    def _read(self, name: str, slots: Array) -> Array:
+        """The items at these slots, [T, n, ...]."""
+        rows = self.memory[name].take(slots, axis=0)
+        if name not in self.frames:
+            return np.swapaxes(rows, 0, 1)
+        frames = self.frames[name].get(np.swapaxes(rows, 0, 1).reshape(-1))
+        return frames.reshape(rows.shape[1], len(slots), *self.shapes[name])
+
+
+def flat(items: Mapping[str, Tree]) -> dict[str, Array]:
+    """The arrays of items by path, without the versions."""
+    found: dict[str, Array] = {}
+
+    def walk(path: str, tree: Any) -> None:
+        if isinstance(tree, Mapping):
+            for key, value in tree.items():
+                walk(f"{path}/{key}" if path else key, value)
+        else:
+            found[path] = np.asarray(tree)
+
+    walk("", {key: value for key, value in items.items() if key != "version"})
+    return found
+
+
+def nested(leaves: Mapping[str, Array]) -> dict[str, Any]:
+    """The tree of arrays by path."""
+    tree: dict[str, Any] = {"record": {}}
+    for path, array in leaves.items():
+        *parents, name = path.split("/")
+        inner = tree
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        inner[name] = array
+    return tree

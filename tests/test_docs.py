@@ -1,0 +1,96 @@
+"""The documentation says what the code does: settings, commands, options, messages, links."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+from shoal.algorithms import ALGORITHMS
+from shoal.cli import app
+from shoal.engines import ENGINES
+from shoal.envs import TOYS
+from shoal.reference import reference
+from shoal.services import STORES
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+
+
+def strings(file: Path) -> Iterator[str]:
+    """Every piece of text in a file that a user may get to see: no docstrings."""
+    tree = ast.parse(file.read_text())
+    silent = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in silent:
+            yield node.value
+
+
+def entries() -> list[tuple[str, str]]:
+    """The entries of the troubleshooting page: heading and what stands below it."""
+    text = (DOCS / "troubleshooting.md").read_text()
+    parts = re.split(r"^###? (.+)$", text, flags=re.MULTILINE)
+    return [*zip(parts[1::2], parts[2::2], strict=True)]
+
+
+MESSAGES = [(heading.strip("`"), body) for heading, body in entries() if heading.startswith("`")]
+
+
+def test_settings_are_those_of_the_code() -> None:
+    fresh = (DOCS / "settings.md").read_text() == reference()
+    assert fresh, "docs/settings.md is stale; refresh it with: python -m shoal.reference > docs/settings.md"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_page_that_names_its_options(name: str) -> None:
+    page = DOCS / "commands" / f"{name}.md"
+    assert page.exists(), f"write {page.relative_to(ROOT)}"
+    rows = re.findall(r"^\| `(.+?)` \|", page.read_text(), re.MULTILINE)  # the table of arguments and options
+    named = {word.strip(".").lower() for row in rows for word in row.split()}
+    for parameter in COMMANDS[name].params:
+        is_option = parameter.opts[0].startswith("-")
+        words = parameter.opts if is_option else [(parameter.metavar or parameter.name).strip(".").lower()]
+        for word in words:
+            assert word in named, f"{page.relative_to(ROOT)} says nothing of {word}"
+
+
+def test_no_page_is_about_a_command_that_is_not_there() -> None:
+    assert {page.stem for page in (DOCS / "commands").glob("*.md")} == {*COMMANDS}
+
+
+def test_what_comes_with_shoal_is_listed() -> None:
+    page = (DOCS / "commands" / "list.md").read_text()
+    for name in (*ALGORITHMS, *ENGINES, *STORES, *TOYS):
+        assert re.search(rf"^  {name} ", page, re.MULTILINE), f"docs/commands/list.md lacks {name}: paste `shoal list`"
+
+
+def test_messages_are_quoted_at_all() -> None:
+    assert len(MESSAGES) > 20
+
+
+@pytest.mark.parametrize(("message", "body"), MESSAGES, ids=[message for message, _ in MESSAGES])
+def test_messages_exist(message: str, body: str) -> None:
+    """A heading in backticks is the fixed part of a message: it stands in the code, and in the example below it."""
+    assert any(message in text for file in (ROOT / "shoal").rglob("*.py") for text in strings(file))
+    quoted = re.search(r"```text\n(.*?)```", body, re.DOTALL)
+    assert quoted
+    assert message in quoted[1]
+
+
+def test_pictures_are_small() -> None:
+    for picture in (DOCS / "pictures").iterdir():
+        assert picture.stat().st_size < 100_000, picture.name
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="the docs extra is not installed: pip install 'shoal[docs]'")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path / "site")]
+    built = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
