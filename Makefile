@@ -15,7 +15,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/shoal train configs/impala_cartpole.yaml
-	$(BIN)/shoal play latest --seconds 10
+	$(BIN)/shoal play latest --seconds 11
 
 test: $(STAMP)
 	$(BIN)/pytest

@@ -118,11 +118,19 @@ def play(
     checkpoint: Checkpoint = "best",
     seed: Seed = 0,
     seconds: Annotated[float, typer.Option(help="The film's greatest length.", min=0.1)] = 120.0,
+    record: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="A folder for one film and one JSON of actions, rewards and values per episode instead."),
+    ] = None,
 ) -> None:
     """Film a policy as it plays without exploration."""
     from shoal.run import Run
     from shoal.runs.directory import locate
 
+    if record is not None:
+        for path in Run(locate(run)).record(record, episodes, checkpoint, seed):
+            typer.echo(f"recorded: {path}")
+        return
     with progress("frames", None) as told:
         path = Run(locate(run)).play(video, episodes, checkpoint, seed, seconds, told)
     typer.echo(f"video: {path}")

@@ -154,6 +154,26 @@ class Run:
             worlds.close()
         return path
 
+    def record(
+        self, folder: str | Path, episodes: int = 1, checkpoint: str | int = "best", seed: int = 0
+    ) -> list[Path]:
+        """Write a film and a JSON of every episode: actions, rewards, and the values that the choice was made by."""
+        from shoal import envs
+        from shoal.core.randomness import derive, seed_everything
+        from shoal.runs.rollout import Rollout
+        from shoal.workers.evaluator import play
+
+        policy, algorithm = self.policy(checkpoint), self.experiment.algorithm
+        seed_everything(derive(seed, "play"))
+        worlds = envs.make(self.experiment.environment, 1, derive(seed, "film"), evaluation=True, render=True)
+        try:
+            with Rollout(Path(folder), worlds.fps, algorithm, policy.follower.net) as rollout:
+                for ended in play(algorithm, policy.follower, worlds, episodes, rollout.chosen):
+                    rollout.show(worlds.render(), ended)
+        finally:
+            worlds.close()
+        return rollout.written
+
     def plot(self, path: str | Path | None = None) -> Picture:
         """Draw its learning curve and its metrics over time."""
         from shoal.runs.plots import curve

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal import engines, envs, topology
+from shoal import budget, engines, envs, topology
 from shoal.core.errors import Fatal, SettingsError, ShoalError
 from shoal.core.types import INTERRUPTED
 from shoal.experiment import Experiment, as_yaml, read, validate
@@ -93,6 +93,8 @@ def prepared(tree: Mapping[str, Any]) -> Iterator[tuple[Experiment, Any]]:
             envs.check(experiment.environment)
         except Fatal as error:
             raise SettingsError(f"environment.id: {error}") from None
+        if experiment.replay:
+            budget.check_memory(experiment, experiment.replay)
         for name in ("device", "actor_device"):
             if getattr(experiment, name) == "cuda" and not torch.cuda.is_available():
                 raise SettingsError(f"{name}: there is no usable CUDA device here; allowed: auto, cpu")

@@ -79,6 +79,10 @@ class ApexDqn(Settings):
         epsilon = self.evaluation_epsilon if rank is None else ladder(rank, self.epsilon, self.epsilon_spread)
         return Act(epsilon_greedy(net.values(step), epsilon), {}, carry)
 
+    def values(self, net: QNetwork, step: Step, carry: Any) -> dict[str, Tensor]:
+        """What a choice is made by, for whoever watches."""
+        return {"q": net.values(step)}
+
     def prepare(self, net: QNetwork, batch: Batch) -> Batch:
         """Update running statistics."""
         net.observe(batch)

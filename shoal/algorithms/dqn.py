@@ -65,6 +65,10 @@ class Dqn(Settings):
         epsilon = self.evaluation_epsilon if rank is None else self.epsilon.now
         return Act(epsilon_greedy(net.values(step), epsilon), {}, carry)
 
+    def values(self, net: QNetwork, step: Step, carry: Any) -> dict[str, Tensor]:
+        """What a choice is made by, for whoever watches."""
+        return {"q": net.values(step)}
+
     def prepare(self, net: QNetwork, batch: Batch) -> Batch:
         """Update running statistics."""
         net.observe(batch)

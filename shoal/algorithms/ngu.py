@@ -6,10 +6,10 @@ Intrinsic and extrinsic values are separate networks and a meta-controller picks
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -63,7 +63,8 @@ class Ngu(Settings):
     n: int = Field(5, ge=1, description="Steps of each return before its bootstrap.")
     unroll: int = Field(80, ge=1, description="Steps of a sequence that are learned from.")
     burn_in: int = Field(40, ge=0, description="Steps before them that only warm the memory up.")
-    overlap: int = Field(40, ge=0, description="Steps that a sequence shares with the one before, at least burn_in.")
+    # Sequences begin every 40 steps: half of the 80 are shared, and the burn-in before them.
+    overlap: int = Field(80, ge=0, description="Steps that a sequence shares with the one before, at least burn_in.")
     dueling: bool = Field(True, description="Whether value and advantage are separate streams.")
     eta: float = Field(0.9, ge=0, le=1, description="Share of the largest error in a sequence's priority.")
     epsilon: float = Field(0.4, gt=0, le=1, description="Chance of a random action of the boldest environment.")
@@ -81,6 +82,15 @@ class Ngu(Settings):
     max_lag: int | None = Field(None, ge=1, description="Unused by replay; none: any.")
     head: int = Field(512, ge=0, description="Units between the memory and each stream of values; 0: none.")
     network: Network = Field(Network(activation="relu", lstm=512), description="The network; it needs an lstm.")
+
+    @model_validator(mode="after")
+    def _overlaps(self) -> Self:
+        if not self.burn_in <= self.overlap < self.burn_in + self.unroll:
+            raise ValueError(
+                f"overlap {self.overlap} must be at least burn_in {self.burn_in}, so that every step is learned from, "
+                f"and below burn_in + unroll = {self.burn_in + self.unroll}"
+            )
+        return self
 
     @property
     def experience(self) -> Sequence:
@@ -119,7 +129,7 @@ class Ngu(Settings):
         carry = dict(carry)
         if rank is not None:
             self._episodes(step, carry)
-        novelty = self._look(net, step, carry) if rank is not None else torch.zeros_like(step.reward)
+        novelty = self._look(net, step, carry)
         seen = previous(carry["action"], step.reward, step.first, net.actions)
         extra = torch.cat([seen, self._asked(novelty, carry["arm"])], -1)
         observation = map_tree(lambda x: x.unsqueeze(0), step.observation)
@@ -132,6 +142,8 @@ class Ngu(Settings):
         epsilon = 0.0 if rank is None else ladder(rank, self.epsilon, self.epsilon_spread)
         mixed = self._mix(values["extrinsic"], values["intrinsic"], carry["arm"].unsqueeze(-1))
         carry["action"] = epsilon_greedy(mixed, epsilon)
+        if rank is None:  # for whoever watches
+            record |= {"q_extrinsic": values["extrinsic"], "q_intrinsic": values["intrinsic"]}
         return Act(carry["action"], record, carry)
 
     def _episodes(self, step: Step, carry: dict[str, Any]) -> None:
@@ -139,17 +151,18 @@ class Ngu(Settings):
         carry["score"] = carry["score"] + step.reward
         opened = step.first.nonzero().flatten().tolist()
         if opened:
-            carry["arm"], carry["score"], carry["count"] = (carry[key].clone() for key in ("arm", "score", "count"))
+            carry["arm"] = carry["arm"].clone()  # the one before is still on its way to the packer
         for index in opened:
             bandit = carry["bandits"][index]
             if carry["played"]:
                 bandit.reward(int(carry["arm"][index]), float(carry["score"][index]))
             carry["arm"][index] = bandit.choose()
-            carry["score"][index], carry["count"][index] = 0.0, 0
+        carry["score"] = carry["score"] * ~step.first
         carry["played"] = True
 
     def _look(self, net: NguNetwork, step: Step, carry: dict[str, Any]) -> Tensor:
         """How new this state is (algorithm 1): compare it with the episode so far, then remember it."""
+        carry["count"] = carry["count"] * ~step.first
         point = net.novelty.embedding(step.observation)
         nearest = nearest_distances(point, carry["states"], carry["count"], NEIGHBOURS)
         known = nearest.isfinite()
@@ -161,13 +174,13 @@ class Ngu(Settings):
             grown = min(max(2 * carry["states"].shape[1], 16), self.memory)
             more = carry["states"].new_zeros(len(place), grown - carry["states"].shape[1], self.embedding)
             carry["states"] = torch.cat([carry["states"], more], 1)
-        carry["states"] = carry["states"].index_put((torch.arange(len(place), device=place.device), place), point)
+        carry["states"][torch.arange(len(place), device=place.device), place] = point
         carry["count"] = carry["count"] + 1
         return episodic_novelty(nearest, carry["distance"]) * net.novelty.lasting(step.observation)
 
     def _asked(self, novelty: Tensor, arm: Tensor) -> Tensor:
-        """What the networks are told beside the step before: the novelty and the arm."""
-        return torch.cat([novelty.unsqueeze(-1), nn.functional.one_hot(arm, self.arms).to(novelty.dtype)], -1)
+        """What the networks are told beside the step before: the novelty, which may be hundreds, and the arm."""
+        return torch.cat([rescale(novelty).unsqueeze(-1), nn.functional.one_hot(arm, self.arms).to(novelty.dtype)], -1)
 
     def _mix(self, extrinsic: Tensor, intrinsic: Tensor, arm: Tensor) -> Tensor:
         """h(h⁻¹(Qe) + β h⁻¹(Qi)) (arXiv:2003.13350, section 3.1)."""
@@ -199,14 +212,17 @@ class Ngu(Settings):
             discount = gammas(self.arms, self.gamma, self.gamma_last).to(arm.device)[arm] * batch.discount
             ends = torch.cat([batch.mask[1:] == 0, torch.ones_like(batch.first[:1])])
         each, priority, metrics = [], torch.zeros_like(mask), {}
-        weights = {"extrinsic": torch.ones_like(arm, dtype=mask.dtype), "intrinsic": betas(self.arms, self.beta)[arm]}
+        weights = {"extrinsic": torch.ones_like(mask[0]), "intrinsic": betas(self.arms, self.beta).to(arm.device)[arm]}
+        early = ends.clone()  # the novelty that the last step leads to is not known: bootstrap before it
+        early[-2:] = True
         for part in PARTS:
             with torch.no_grad():
                 future = unscale(pick(goals[part].unsqueeze(-1), best)[..., 0])
-                goal = rescale(n_step_targets(rewards[part], discount, future, ends, self.n))
+                stop = early if part == "intrinsic" else ends
+                goal = rescale(n_step_targets(rewards[part], discount, future, stop, self.n))
             error = goal - pick(values[part][:-1].unsqueeze(-1), batch.action)[..., 0]
             each.append(time_mean(0.5 * error.square(), masks[part]))
-            priority = priority + weights[part].to(mask.device) * error.detach().abs() * masks[part]
+            priority = priority + weights[part] * error.detach().abs() * masks[part]
             metrics[f"{part}_loss"] = masked_mean(0.5 * error.square(), masks[part])
             metrics[f"{part}_q"] = masked_mean(values[part][:-1].amax(-1), masks[part])
         inverse, distillation = net.novelty.loss(batch)

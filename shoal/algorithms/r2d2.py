@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -26,7 +28,8 @@ class R2d2(Settings):
     n: int = Field(5, ge=1, description="Steps of each return before its bootstrap.")
     unroll: int = Field(80, ge=1, description="Steps of a sequence that are learned from.")
     burn_in: int = Field(40, ge=0, description="Steps before them that only warm the memory up.")
-    overlap: int = Field(40, ge=0, description="Steps that a sequence shares with the one before, at least burn_in.")
+    # Sequences begin every 40 steps: half of the 80 are shared, and the burn-in before them.
+    overlap: int = Field(80, ge=0, description="Steps that a sequence shares with the one before, at least burn_in.")
     rescale: bool = Field(True, description="Whether values are learned on the scale of h.")
     double: bool = Field(True, description="Whether the online network chooses the action that is bootstrapped from.")
     dueling: bool = Field(True, description="Whether value and advantage are separate streams.")
@@ -55,6 +58,15 @@ class R2d2(Settings):
     head: int = Field(512, ge=0, description="Units between the memory and each stream of values; 0: none.")
     network: Network = Field(Network(activation="relu", lstm=512), description="The network; it needs an lstm.")
 
+    @model_validator(mode="after")
+    def _overlaps(self) -> Self:
+        if not self.burn_in <= self.overlap < self.burn_in + self.unroll:
+            raise ValueError(
+                f"overlap {self.overlap} must be at least burn_in {self.burn_in}, so that every step is learned from, "
+                f"and below burn_in + unroll = {self.burn_in + self.unroll}"
+            )
+        return self
+
     @property
     def experience(self) -> Sequence:
         """Sequences within episodes, with the recurrent state before the first step."""
@@ -74,12 +86,21 @@ class R2d2(Settings):
 
     def act(self, net: QNetwork, step: Step, carry: dict[str, Tensor], rank: Tensor | None) -> Act:
         """Take the best action, or with a chance that depends on the rank any."""
+        values, seen, core = self._look(net, step, carry)
+        epsilon = self.evaluation_epsilon if rank is None else ladder(rank, self.epsilon, self.epsilon_spread)
+        action = epsilon_greedy(values, epsilon)
+        return Act(action, {"core": carry["core"], "previous": seen}, {"core": core, "action": action})
+
+    def values(self, net: QNetwork, step: Step, carry: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What a choice is made by, for whoever watches."""
+        return {"q": self._look(net, step, carry)[0]}
+
+    def _look(self, net: QNetwork, step: Step, carry: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """The values [B, A] of a step, what the memory is told of the one before, and the memory after it."""
         seen = previous(carry["action"], step.reward, step.first, net.head.actions)
         observation = map_tree(lambda x: x.unsqueeze(0), step.observation)
         values, core = net(observation, step.first.unsqueeze(0), carry["core"], seen.unsqueeze(0))
-        epsilon = self.evaluation_epsilon if rank is None else ladder(rank, self.epsilon, self.epsilon_spread)
-        action = epsilon_greedy(values[0, :, :, 0], epsilon)
-        return Act(action, {"core": carry["core"], "previous": seen}, {"core": core, "action": action})
+        return values[0, :, :, 0], seen, core
 
     def prepare(self, net: QNetwork, batch: Batch) -> Batch:
         """Update running statistics."""

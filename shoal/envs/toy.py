@@ -307,6 +307,49 @@ class DeepSea:
         return board.ravel()
 
 
+class Chain:
+    """Walk along a chain: a little for each step spent at its near end, +1 for each at its far end.
+
+    The rewards, the start beside the near end and the length of an episode, size + 9 steps, are those of
+    arXiv:1602.04621, section 5.1. It is harder here: which of two actions leads onward differs from cell to cell, and
+    the other leads all the way back, so that chance alone arrives once in 2^size.
+    """
+
+    metadata = METADATA
+
+    def __init__(self, size: int = 20, layout: int = 0) -> None:
+        from gymnasium import spaces
+
+        self.observation_space = spaces.Box(0.0, 1.0, (size,), np.float32)
+        self.action_space = spaces.Discrete(2)
+        self._size = size
+        self._onward = np.random.default_rng(layout).integers(0, 2, size)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Opening:
+        """Begin beside the near end."""
+        self._cell, self._count = 1, 0
+        return self._show(), {}
+
+    def step(self, action: int) -> Outcome:
+        """Go on or back."""
+        self._cell = min(self._cell + 1, self._size - 1) if action == self._onward[self._cell] else 0
+        self._count += 1
+        reward = {0: 0.001, self._size - 1: 1.0}.get(self._cell, 0.0)
+        return self._show(), reward, self._count == self._size + 9, False, {}
+
+    def render(self) -> Array:
+        """Draw the chain."""
+        return blocks(self._show()[None])
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _show(self) -> Array:
+        shown = np.zeros(self._size, np.float32)
+        shown[self._cell] = 1.0
+        return shown
+
+
 WORLDS: dict[str, Callable[..., Any]] = {
     "Catch": Catch,
     "Identity": Identity,
@@ -314,5 +357,6 @@ WORLDS: dict[str, Callable[..., Any]] = {
     "Counting": Counting,
     "Memory": Memory,
     "DeepSea": DeepSea,
+    "Chain": Chain,
 }
 TOYS: dict[str, str] = {name: str(world.__doc__).splitlines()[0] for name, world in WORLDS.items()}

@@ -48,7 +48,8 @@ def rescale(x: Tensor) -> Tensor:
 def unscale(x: Tensor) -> Tensor:
     """The inverse of `rescale`."""
     root = (1 + 4 * EPSILON * (x.abs() + 1 + EPSILON)).sqrt()
-    return x.sign() * (((root - 1) / (2 * EPSILON)).square() - 1)
+    y = 2 * (x.abs() + 1 + EPSILON) / (root + 1)  # (root − 1) / 2ε, without the difference of near equals
+    return x.sign() * (y - 1) * (y + 1)
 
 
 def n_step_targets(reward: Tensor, discount: Tensor, bootstrap: Tensor, last: Tensor, n: int) -> Tensor:
@@ -58,19 +59,17 @@ def n_step_targets(reward: Tensor, discount: Tensor, bootstrap: Tensor, last: Te
     action at every observation. `last` [T, B] is True where the run of rewards must stop after this step: there, and
     at the sequence's end, the return bootstraps early from the observation it has reached.
     """
-    result = torch.empty_like(reward)
     length = len(reward)
-    for start in range(length):
-        total, factor = torch.zeros_like(reward[0]), torch.ones_like(reward[0])
-        going = torch.ones_like(last[0])
-        value = bootstrap[start]
-        for step in range(start, min(start + n, length)):
-            total = torch.where(going, total + factor * reward[step], total)
-            factor = torch.where(going, factor * discount[step], factor)
-            value = torch.where(going, bootstrap[step + 1], value)
-            going = going & ~last[step]
-        result[start] = total + factor * value
-    return result
+    total, factor = torch.zeros_like(reward), torch.ones_like(reward)
+    going, value = torch.ones_like(last), bootstrap[:-1].clone()
+    for step in range(min(n, length)):
+        still = length - step  # starts from which so many steps lead no further than the sequence
+        on = going[:still]
+        total[:still] += torch.where(on, factor[:still] * reward[step:], 0.0)
+        factor[:still] *= torch.where(on, discount[step:], 1.0)
+        value[:still] = torch.where(on, bootstrap[step + 1 : step + 1 + still], value[:still])
+        going[:still] &= ~last[step:]
+    return total + factor * value
 
 
 def mixed_priority(error: Tensor, mask: Tensor, eta: float) -> Tensor:

@@ -50,6 +50,8 @@ class Novelty(nn.Module):
     @torch.no_grad()
     def observe(self, batch: Batch) -> None:
         """Let the moments of the error follow it: as it falls, those of long ago would hide what is new."""
+        if not batch.mask.any():
+            return
         error = self.error(map_tree(lambda x: x[:-1][batch.mask.bool()], batch.observation))
         share = FOLLOW if self.error_square > 0 else 1.0
         self.error_mean.lerp_(error.mean(), share)

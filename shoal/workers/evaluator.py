@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from shoal import envs
 from shoal.core.algorithm import Algorithm
 from shoal.core.randomness import derive, seed_everything
 from shoal.core.tree import to_numpy, to_torch
-from shoal.core.types import INTERRUPTED, Step, Work
+from shoal.core.types import INTERRUPTED, Act, Step, Work
 from shoal.workers.policy import Follower
 
 WIDEST = 32  # environments stepped together
@@ -70,10 +70,17 @@ def open_worlds(experiment: Any, seed: int) -> envs.Worlds:
     return envs.make(experiment.environment, size, seed=seed, evaluation=True)
 
 
-def play(algorithm: Algorithm, policy: Follower, worlds: Any, count: int) -> Iterator[list[envs.Episode]]:
+def play(
+    algorithm: Algorithm,
+    policy: Follower,
+    worlds: Any,
+    count: int,
+    chosen: Callable[[Step, Any, Act], None] = lambda step, carry, choice: None,
+) -> Iterator[list[envs.Episode]]:
     """Play so many whole episodes, the same number in every environment but for the remainder.
 
-    Yields those that ended so far, at every instant. Taking the ones that end first would favour short ones.
+    Yields those that ended so far, at every instant; `chosen` hears each step, the carry at it, and the choice made.
+    Taking the episodes that end first would favour short ones.
     """
     torch.set_num_threads(1)
     size = worlds.size
@@ -83,8 +90,10 @@ def play(algorithm: Algorithm, policy: Follower, worlds: Any, count: int) -> Ite
     step, carry = worlds.reset(), algorithm.begin(policy.net, size)
     yield kept
     while wanted.any():
+        seen = Step(*(to_torch(part, policy.device) for part in step))
         with torch.inference_mode():
-            choice = algorithm.act(policy.net, Step(*(to_torch(part, policy.device) for part in step)), carry, None)
+            choice = algorithm.act(policy.net, seen, carry, None)
+            chosen(seen, carry, choice)
         carry = choice.carry
         step = worlds.step(choice.action.cpu().numpy())
         for episode in worlds.episodes():

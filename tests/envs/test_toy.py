@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shoal.envs import TOYS, Environment, make
-from shoal.envs.toy import BLOCK, LEVELS, Catch, Counting, DeepSea, Identity, Memory, Target, bars, blocks
+from shoal.envs.toy import BLOCK, LEVELS, Catch, Chain, Counting, DeepSea, Identity, Memory, Target, bars, blocks
 
 
 def play(id, choose, steps=200, **arguments):
@@ -20,7 +20,7 @@ def play(id, choose, steps=200, **arguments):
 
 
 def test_table():
-    assert list(TOYS) == ["Catch", "Identity", "Target", "Counting", "Memory", "DeepSea"]
+    assert list(TOYS) == ["Catch", "Identity", "Target", "Counting", "Memory", "DeepSea", "Chain"]
     assert TOYS["Catch"] == "Move a paddle under a falling ball: +1 for catching it, -1 for missing it."
 
 
@@ -179,3 +179,21 @@ def test_deep_sea_forgives_no_step_to_the_left():
             total += reward
         assert total == pytest.approx(-0.01 * 4 / 5)
     assert DeepSea(size=5, layout=1)._right.tolist() != world._right.tolist()
+
+
+def test_chain_pays_a_little_at_the_near_end_and_much_at_the_far_end():
+    world = Chain(size=5, layout=2)
+    observation, _ = world.reset()
+    total, cells = 0.0, []
+    ended = False
+    while not ended:
+        cell = int(observation.argmax())
+        cells.append(cell)
+        observation, reward, ended, _, _ = world.step(int(world._onward[cell]))
+        total += reward
+    assert cells == [1, 2, 3, *[4] * 11]  # size + 9 steps
+    assert total == 12.0
+    observation, _ = world.reset()
+    world.step(int(world._onward[1]))
+    observation, reward, _, _, _ = world.step(1 - int(world._onward[2]))
+    assert (int(observation.argmax()), reward) == (0, 0.001)  # all the way back

@@ -1,0 +1,158 @@
+"""Whole runs of the replay family: learning to a threshold, the same bits everywhere, exact resume, memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shoal
+from shoal.core.errors import SettingsError
+from shoal.engines import ENGINES
+from shoal.runs import checkpoint
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+def test_dqn_solves_cartpole(tmp_path: Path) -> None:
+    assert shoal.train(CONFIGS / "dqn_cartpole.yaml", tmp_path / "run").solved
+
+
+@pytest.mark.parametrize("quantiles", [1, 16])
+def test_apex_dqn_solves_cartpole(quantiles: int, tmp_path: Path) -> None:
+    changes = {"algorithm.quantiles": quantiles}
+    assert shoal.train(CONFIGS / "apex_dqn_cartpole.yaml", tmp_path / "run", **changes).solved
+
+
+def test_memory_is_for_r2d2_and_not_for_dqn(tmp_path: Path) -> None:
+    assert shoal.train(CONFIGS / "r2d2_memory.yaml", tmp_path / "r2d2").solved
+    changes = {"algorithm": {"name": "dqn", "lr": 1e-3, "replay": {"minimum": 200, "samples_per_insert": 16}}}
+    dqn = shoal.train(CONFIGS / "r2d2_memory.yaml", tmp_path / "dqn", **changes, steps=30_000)
+    assert dqn.summary["best_evaluation"] < 0.6  # guessing gives 0 ± 0.16 over 40 episodes
+
+
+def test_ngu_reaches_the_far_end_and_r2d2_does_not(tmp_path: Path) -> None:
+    ngu = shoal.train(CONFIGS / "ngu_chain.yaml", tmp_path / "ngu")
+    assert ngu.solved
+    same = {key: value for key, value in ngu.experiment.algorithm.model_dump(mode="json").items()
+            if key in ("lr", "batch", "gamma", "n", "unroll", "burn_in", "overlap", "target_every", "adam_epsilon",
+                       "replay", "head", "network", "epsilon_spread")}  # fmt: skip
+    changes = {"algorithm": {"name": "r2d2", **same}, "steps": 40_000}
+    r2d2 = shoal.train(CONFIGS / "ngu_chain.yaml", tmp_path / "r2d2", **changes)
+    assert r2d2.summary["best_evaluation"] < 0.1  # it stays at the near end, which pays 0.001 a step
+
+
+SMALL = {"hidden": [16], "activation": "relu"}
+KEPT = {"capacity": 300, "minimum": 40, "samples_per_insert": 4, "alpha": 0.6, "chunk": 4}
+ALGORITHMS: dict[str, Any] = {
+    "dqn": {"name": "dqn", "batch": 8, "n": 2, "target_every": 20, "replay": KEPT, "network": SMALL},
+    "apex_dqn": {
+        "name": "apex_dqn",
+        "batch": 8,
+        "target_every": 20,
+        "quantiles": 4,
+        "replay": {**KEPT, "refresh": 2, "publish": 2},
+        "head": 8,
+        "network": {**SMALL, "normalise_observation": True},
+    },
+    "r2d2": {
+        "name": "r2d2",
+        "batch": 4,
+        "unroll": 6,
+        "burn_in": 3,
+        "overlap": 4,
+        "target_every": 20,
+        "replay": {**KEPT, "minimum": 10},
+        "head": 8,
+        "network": {**SMALL, "lstm": 8},
+    },
+}
+ALGORITHMS["ngu"] = {**ALGORITHMS["r2d2"], "name": "ngu", "arms": 3}
+
+
+def settings(algorithm: str, **more: Any) -> dict[str, Any]:
+    return {
+        "environment": {"id": "CartPole-v1"},
+        "algorithm": ALGORITHMS[algorithm],
+        "lockstep": True,
+        "actors": 2,
+        "envs": 2,
+        "threads": 1,
+        "steps": 900,
+        "evaluation": {"episodes": 3, "every": 300},
+        "checkpoints": {"every": 250, "keep": 9},
+        **more,
+    }
+
+
+def outcome(run: shoal.Run) -> Any:
+    """What must be equal in runs that are equal."""
+    summary = run.summary
+    scores = [(item["steps"], item["mean"]) for item in summary["evaluations"]]
+    return [summary[key] for key in ("weights_sha256", "steps", "updates", "episodes")], scores
+
+
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS])
+def test_lockstep_gives_the_same_bits_on_every_engine_and_after_a_resume(algorithm: str, tmp_path: Path) -> None:
+    runs = {engine: shoal.train(settings(algorithm, engine=engine), tmp_path / engine) for engine in ENGINES}
+    whole = outcome(runs["inline"])
+    assert whole[0][2] > 20  # updates
+    assert all(outcome(run) == whole for run in runs.values())
+    other = shoal.train(settings(algorithm, engine="inline", seed=1), tmp_path / "other")
+    assert outcome(other) != whole
+    part = tmp_path / "part"
+    shutil.copytree(runs["inline"].directory, part)
+    for path in checkpoint.paths(part)[1:]:
+        shutil.rmtree(path)
+    assert outcome(shoal.resume(part)) == whole  # the replay came back with the checkpoint
+
+
+def test_frames_are_kept_once_on_every_engine_alike(tmp_path: Path) -> None:
+    pong = settings(
+        "dqn",
+        environment={"id": "ALE/Pong-v5", "atari": {"max_frames": 400}},
+        steps=120,
+        evaluation={"episodes": 1, "every": 10**6},
+        checkpoints={"every": 10**6},
+    )
+    hashes = {
+        (engine, compress): shoal.train(
+            {**pong, "engine": engine}, tmp_path / f"{engine}{compress}", **{"algorithm.replay.compress": compress}
+        ).summary["weights_sha256"]
+        for engine, compress in (("inline", False), ("inline", True), ("processes", False))
+    }
+    assert len(set(hashes.values())) == 1
+
+
+def test_a_replay_that_cannot_fit_is_refused_with_the_sum(tmp_path: Path) -> None:
+    with pytest.raises(
+        SettingsError, match=r"replay\.capacity: 100,000,000,000 items × .* = .* GB, but .* items would"
+    ):
+        shoal.train(settings("dqn"), tmp_path / "run", **{"algorithm.replay.capacity": 10**11})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_minimum_that_is_never_reached_is_refused() -> None:
+    with pytest.raises(SettingsError, match="minimum 400 is never reached"):
+        shoal.configure(settings("dqn"), **{"algorithm.replay.minimum": 400})
+
+
+def test_overlap_must_cover_the_burn_in() -> None:
+    with pytest.raises(SettingsError, match="overlap 2 must be at least burn_in 3"):
+        shoal.configure(settings("r2d2"), **{"algorithm.overlap": 2})
+
+
+def test_rollouts_tell_actions_rewards_and_values(tmp_path: Path) -> None:
+    run = shoal.train(settings("ngu", engine="inline", environment={"id": "Catch"}, steps=300), tmp_path / "run")
+    written = run.record(tmp_path / "rollouts", episodes=2)
+    assert [path.name for path in written] == ["episode_1.mp4", "episode_1.json", "episode_2.mp4", "episode_2.json"]
+    for path in written[1::2]:
+        told = json.loads(path.read_text())
+        assert len(told["steps"]) == told["length"] == 9
+        assert sum(step["reward"] for step in told["steps"]) == told["score"]
+        for step in told["steps"]:
+            assert {*step} == {"action", "reward", "novelty", "arm", "q_extrinsic", "q_intrinsic"}
+            assert len(step["q_extrinsic"]) == 3
