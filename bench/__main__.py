@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench import peers, training
+from bench import peers, replay, training
 from bench.calls import calls
 from bench.limits import limits
 
@@ -78,6 +78,7 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace], Tables]] = {
     "pong": lambda options: train_all(["impala_pong", "ppo_pong"], options),
     "solve": solve_all,
     "calls": lambda options: calls(options.seconds),
+    "replay": lambda options: {"replay": replay.measure_all(min(options.seconds, 3.0), options.peers)},
 }
 
 

@@ -138,17 +138,13 @@ def peers(folder: Path, kind: str, seconds: float) -> list[dict[str, Any]]:
     return found
 
 
-def main(seconds: float = 3.0, folder: Path | None = None) -> list[dict[str, Any]]:
+def measure_all(seconds: float, folder: Path | None) -> list[dict[str, Any]]:
     """Measure ours, and others where they are."""
     rows = []
     for kind in SIZES:
         rows.append(measure(kind, False, seconds))
-        print(rows[-1], flush=True)
         if kind == "atari":
             rows.append(measure(kind, True, seconds))
-            print(rows[-1], flush=True)
         if folder is not None:
-            for row in peers(folder, kind, seconds):
-                rows.append(row)
-                print(row, flush=True)
+            rows += peers(folder, kind, seconds)
     return rows

@@ -93,15 +93,15 @@ RECURRENT = {"hidden": [16], "lstm": 8, "normalise_observation": True, "normalis
     ids=["impala-lstm", "ppo-lstm-continuous", "ppo-pong"],
 )
 def test_lockstep_gives_the_same_bits_on_every_engine(algorithm: Any, world: Any, tmp_path: Path) -> None:
-    steps = 128 if world["id"].startswith("ALE/") else 1200
+    steps = 64 if world["id"].startswith("ALE/") else 1200
     base = {"environment": world, "algorithm": algorithm, "actors": 2, "envs": 2, "steps": steps, "lockstep": True}
     base["threads"] = 1  # several would wait for each other on a busy machine
     quick = (
         {"evaluation": {"episodes": 1, "every": 10**9}}
-        if steps == 128
+        if steps == 64
         else {"evaluation": {"episodes": 3, "every": 500}}
     )
-    if steps == 128:
+    if steps == 64:
         world["atari"] = {"max_frames": 400}
     runs = {
         (engine, seed): shoal.train(

@@ -65,7 +65,7 @@ class ApexDqn(Settings):
     def optimizer(self, net: QNetwork) -> Optimizer:
         """Make the optimizer."""
         if self.rule == "adam":
-            return torch.optim.Adam(net.parameters(), self.lr.now, eps=self.rule_epsilon, foreach=True)
+            return torch.optim.Adam(net.parameters(), self.lr.now, eps=self.rule_epsilon, fused=True)
         return torch.optim.RMSprop(
             net.parameters(), self.lr.now, self.decay, self.rule_epsilon, centered=True, foreach=True
         )

@@ -54,7 +54,7 @@ class Dqn(Settings):
 
     def optimizer(self, net: QNetwork) -> Optimizer:
         """Make the optimizer."""
-        return torch.optim.Adam(net.parameters(), self.lr.now, eps=self.adam_epsilon, foreach=True)
+        return torch.optim.Adam(net.parameters(), self.lr.now, eps=self.adam_epsilon, fused=True)
 
     def begin(self, net: QNetwork, size: int) -> dict[str, Tensor]:
         """Nothing is carried."""

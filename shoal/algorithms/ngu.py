@@ -105,7 +105,7 @@ class Ngu(Settings):
     def optimizer(self, net: NguNetwork) -> Optimizer:
         """Make the optimizer; the parts share no parameter, so one serves them all."""
         learned = [parameter for parameter in net.parameters() if parameter.requires_grad]
-        return torch.optim.Adam(learned, self.lr.now, eps=self.adam_epsilon, foreach=True)
+        return torch.optim.Adam(learned, self.lr.now, eps=self.adam_epsilon, fused=True)
 
     def begin(self, net: NguNetwork, size: int) -> dict[str, Any]:
         """Memories, bandits and what this episode has come to."""

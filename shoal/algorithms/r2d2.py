@@ -78,7 +78,7 @@ class R2d2(Settings):
 
     def optimizer(self, net: QNetwork) -> Optimizer:
         """Make the optimizer."""
-        return torch.optim.Adam(net.parameters(), self.lr.now, eps=self.adam_epsilon, foreach=True)
+        return torch.optim.Adam(net.parameters(), self.lr.now, eps=self.adam_epsilon, fused=True)
 
     def begin(self, net: QNetwork, size: int) -> dict[str, Tensor]:
         """The memory, and the action before."""
