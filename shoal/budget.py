@@ -16,6 +16,7 @@ from shoal.core.types import Spec, Step
 from shoal.experiment import Experiment
 from shoal.runs.provenance import available_memory
 from shoal.services.replay import Replay
+from shoal.topology import replay_shape
 
 log = logging.getLogger("shoal")
 SAMPLE = 64  # items whose memory is measured
@@ -62,8 +63,7 @@ def item_bytes(experiment: Experiment, replay: Replaying, spec: Spec) -> float:
         "version": np.zeros(1, np.int64),
     }
     plain = replay.model_copy(update={"capacity": SAMPLE, "compress": False, "minimum": 1})
-    stack = map_tree(lambda leaf: leaf.stack, spec.observation)
-    store = Replay(plain, 1, getattr(algorithm.experience, "overlap", 0), stack)
+    store = Replay(plain, 1, *replay_shape(experiment, spec))
     store.put(items)
     pictures = sum(pool.capacity * pool.size for pool in store.frames.values())
     numbers = sum(array.nbytes for array in (*store.memory.values(), store.keys, store.version, store.sums.values))

@@ -181,12 +181,11 @@ def list_(
 @app.command()
 def doctor() -> None:
     """Look over this machine: what is missing, and the command that mends it."""
-    from shoal.doctor import check, show
+    from shoal.doctor import check, exit_code, show
 
     findings = check()
     show(findings)
-    if any(finding.state == "bad" for finding in findings):
-        raise typer.Exit(1)
+    raise typer.Exit(exit_code(findings))
 
 
 @contextmanager

@@ -25,7 +25,7 @@ class Policy:
     def __init__(self, experiment: Experiment, path: Path, device: str = "cpu") -> None:
         """Load the weights of a checkpoint."""
         self.experiment, self.path = experiment, path
-        saved = checkpoint.read(path)
+        saved = checkpoint.read(path, ("weights",))  # not the replay, which may be large
         self.state = saved["state"]
         worlds = envs.make(experiment.environment, 1, seed=0)
         try:

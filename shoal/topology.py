@@ -9,6 +9,7 @@ from typing import Any
 from shoal import envs
 from shoal.core.randomness import derive
 from shoal.core.tree import map_tree
+from shoal.core.types import Spec
 from shoal.engines.options import Options
 from shoal.experiment import Experiment
 from shoal.runs.checkpoint import Checkpoints
@@ -48,9 +49,14 @@ def serve_store(experiment: Experiment, engine: Any) -> Any:
     """A queue where every item is used once, a replay where it is drawn again."""
     if experiment.replay is None:
         return engine.serve("store", Queue, experiment.queue * experiment.batch_size)
-    overlap = getattr(experiment.algorithm.experience, "overlap", 0)
-    stack = map_tree(lambda leaf: leaf.stack, envs.spec_of(experiment.environment).observation)
-    return engine.serve("store", Replay, experiment.replay, experiment.batch_size, overlap, stack)
+    shape = replay_shape(experiment, envs.spec_of(experiment.environment))
+    return engine.serve("store", Replay, experiment.replay, experiment.batch_size, *shape)
+
+
+def replay_shape(experiment: Experiment, spec: Spec) -> tuple[int, Any]:
+    """The overlap of items, and the instants in each observation, by which a replay knows what is new."""
+    stack = map_tree(lambda leaf: leaf.stack, spec.observation)
+    return getattr(experiment.algorithm.experience, "overlap", 0), stack
 
 
 def actors_and_learner(experiment: Experiment, engine: Any, run: Path, state: Mapping[str, Any]) -> tuple[Any, Any]:

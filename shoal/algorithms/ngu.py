@@ -22,7 +22,7 @@ from shoal.losses.masking import masked_mean, time_mean
 from shoal.losses.novelty import NEIGHBOURS, betas, episodic_novelty, gammas, nearest_distances
 from shoal.losses.q_values import mixed_priority, n_step_targets, pick, rescale, unscale
 from shoal.nets.novelty import Novelty
-from shoal.nets.q_network import QNetwork, epsilon_greedy, ladder, previous, trained, unroll
+from shoal.nets.q_network import QNetwork, check_overlap, epsilon_greedy, ladder, lasts, previous, told, trained, unroll
 from shoal.nets.torsos import Network
 
 PARTS = ("extrinsic", "intrinsic")
@@ -85,11 +85,7 @@ class Ngu(Settings):
 
     @model_validator(mode="after")
     def _overlaps(self) -> Self:
-        if not self.burn_in <= self.overlap < self.burn_in + self.unroll:
-            raise ValueError(
-                f"overlap {self.overlap} must be at least burn_in {self.burn_in}, so that every step is learned from, "
-                f"and below burn_in + unroll = {self.burn_in + self.unroll}"
-            )
+        check_overlap(self.burn_in, self.unroll, self.overlap)
         return self
 
     @property
@@ -198,8 +194,7 @@ class Ngu(Settings):
         arm = batch.record["arm"][0]
         novelty = batch.record["novelty"]  # of the state at which the action was chosen
         asked = self._asked(torch.cat([novelty, torch.zeros_like(novelty[:1])]), arm.expand(len(batch.first), -1))
-        told = previous(batch.action, batch.reward, batch.first[1:], net.actions)
-        extra = torch.cat([torch.cat([batch.record["previous"], told]), asked], -1)
+        extra = torch.cat([told(batch, net.actions), asked], -1)
         # What an action led to is new or not; the last step's is not known here but in the next sequence.
         rewards = {"extrinsic": batch.reward, "intrinsic": torch.cat([novelty[1:], torch.zeros_like(novelty[:1])])}
         mask = trained(batch, self.burn_in)
@@ -210,7 +205,7 @@ class Ngu(Settings):
             goals = {part: unroll(target.q(part), batch, cores[part], extra, self.burn_in)[..., 0] for part in PARTS}
             best = self._mix(values["extrinsic"], values["intrinsic"], arm.view(1, -1, 1)).argmax(-1)
             discount = gammas(self.arms, self.gamma, self.gamma_last).to(arm.device)[arm] * batch.discount
-            ends = torch.cat([batch.mask[1:] == 0, torch.ones_like(batch.first[:1])])
+            ends = lasts(batch)
         each, priority, metrics = [], torch.zeros_like(mask), {}
         weights = {"extrinsic": torch.ones_like(mask[0]), "intrinsic": betas(self.arms, self.beta).to(arm.device)[arm]}
         early = ends.clone()  # the novelty that the last step leads to is not known: bootstrap before it

@@ -15,7 +15,7 @@ from shoal.core.tree import map_tree
 from shoal.core.types import Act, Batch, Loss, Sequence, Spec, Step
 from shoal.losses.masking import masked_mean, time_mean
 from shoal.losses.q_values import bootstrap, mixed_priority, n_step_targets, pick, rescale, unscale
-from shoal.nets.q_network import QNetwork, epsilon_greedy, ladder, previous, trained, unroll
+from shoal.nets.q_network import QNetwork, check_overlap, epsilon_greedy, ladder, lasts, previous, told, trained, unroll
 from shoal.nets.torsos import Network
 
 
@@ -60,11 +60,7 @@ class R2d2(Settings):
 
     @model_validator(mode="after")
     def _overlaps(self) -> Self:
-        if not self.burn_in <= self.overlap < self.burn_in + self.unroll:
-            raise ValueError(
-                f"overlap {self.overlap} must be at least burn_in {self.burn_in}, so that every step is learned from, "
-                f"and below burn_in + unroll = {self.burn_in + self.unroll}"
-            )
+        check_overlap(self.burn_in, self.unroll, self.overlap)
         return self
 
     @property
@@ -109,20 +105,17 @@ class R2d2(Settings):
 
     def loss(self, net: QNetwork, target: QNetwork, batch: Batch) -> Loss:
         """Return half the squared n-step double Q error on the scale of h, after the burn-in."""
-        extra = torch.cat(
-            [batch.record["previous"], previous(batch.action, batch.reward, batch.first[1:], net.head.actions)]
-        )
+        extra = told(batch, net.head.actions)
         core = batch.record["core"][0]
         values = unroll(net, batch, core, extra, self.burn_in)
         with torch.no_grad():
             goal = unroll(target, batch, core, extra, self.burn_in)
             future = bootstrap(values if self.double else goal, goal)[..., 0]
-            ends = torch.cat([batch.mask[1:] == 0, torch.ones_like(batch.first[:1])])
             returns = n_step_targets(
                 batch.reward,
                 self.gamma * batch.discount,
                 unscale(future) if self.rescale else future,
-                ends,
+                lasts(batch),
                 self.n,
             )
             goals = rescale(returns) if self.rescale else returns

@@ -132,6 +132,25 @@ def previous(action: Tensor, reward: Tensor, first: Tensor, actions: int) -> Ten
     return told * (~first).unsqueeze(-1)
 
 
+def told(batch: Batch, actions: int) -> Tensor:
+    """What `previous` told at every step [T + 1, B, E] of a sequence, the first of which is on record."""
+    return torch.cat([batch.record["previous"], previous(batch.action, batch.reward, batch.first[1:], actions)])
+
+
+def lasts(batch: Batch) -> Tensor:
+    """[T, B] True where a step is the last of its episode or of the sequence."""
+    return torch.cat([batch.mask[1:] == 0, torch.ones_like(batch.first[:1])])
+
+
+def check_overlap(burn_in: int, unroll: int, overlap: int) -> None:
+    """Refuse sequences between which steps would be lost or that would not go on."""
+    if not burn_in <= overlap < burn_in + unroll:
+        raise ValueError(
+            f"overlap {overlap} must be at least burn_in {burn_in}, so that every step is learned from, "
+            f"and below burn_in + unroll = {burn_in + unroll}"
+        )
+
+
 def unroll(net: QNetwork, batch: Batch, state: Tensor, extra: Tensor, burn_in: int) -> Tensor:
     """Quantiles [T + 1, B, A, N] of a sequence; no gradient flows back into the steps that warm the memory up."""
     if not burn_in:

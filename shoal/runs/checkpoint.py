@@ -126,11 +126,11 @@ def rewind(run: Path, steps: int) -> None:
             remove(path)
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The content of a checkpoint; `optimizer` is empty where none was saved."""
+def read(path: Path, names: tuple[str, ...] = ARRAYS) -> dict[str, Any]:
+    """The content of a checkpoint, or some of its arrays; `optimizer` is empty where none was saved."""
     try:
         arrays = {
-            name: _arrays(path / f"{name}.safetensors") for name in ARRAYS if (path / f"{name}.safetensors").exists()
+            name: _arrays(path / f"{name}.safetensors") for name in names if (path / f"{name}.safetensors").exists()
         }
         return {"optimizer": {}, **arrays, "state": read_state(path)}
     except (OSError, ValueError) as error:

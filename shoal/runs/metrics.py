@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from shoal.runs import directory
+
 MOST = 10_000  # rows that wait in memory when the disk takes none
 
 
@@ -33,9 +35,7 @@ class Metrics:
         self.rows = [row for row in self.rows if row["steps"] <= steps]
         if path.exists():
             kept = "".join(json.dumps(row) + "\n" for row in read(self.run) if row["steps"] <= steps)
-            draft = path.with_suffix(".tmp")
-            draft.write_text(kept)
-            draft.replace(path)
+            directory.write(path, kept)
             self._flush_events([], forget=steps + 1)  # at once: a crash before the first row must not undo it
 
     def add(self, row: Mapping[str, Any]) -> None:

@@ -17,6 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from shoal.runs import directory
+
 log = logging.getLogger("shoal")
 LIBRARIES = ("shoal", "torch", "numpy", "gymnasium", "ale-py", "safetensors", "pydantic")
 PATIENCE = 5.0  # seconds that git may take: on a network disk it can take minutes
@@ -57,10 +59,8 @@ def write(run: Path, folder: Path, devices: Sequence[str] | None = None) -> None
         name = f"provenance-{start}.diff" if changes else None
         if name:
             (run / name).write_bytes(changes)
-        draft = path.with_suffix(".tmp")
         entry = {"start": start, **collect(folder, devices), "diff": name}
-        draft.write_text(json.dumps([*entries, entry], indent=2) + "\n")
-        draft.replace(path)
+        directory.write(path, json.dumps([*entries, entry], indent=2) + "\n")
     except OSError as error:  # a run is worth more than the note of where it came from
         log.warning("where this run came from could not be written: %s", error)
 
