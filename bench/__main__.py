@@ -76,6 +76,7 @@ def solve_all(options: argparse.Namespace) -> Tables:
 BENCHMARKS: dict[str, Callable[[argparse.Namespace], Tables]] = {
     "cartpole": lambda options: train_all(["impala_cartpole"], options),
     "pong": lambda options: train_all(["impala_pong", "ppo_pong"], options),
+    "dqn": lambda options: train_all(["dqn_pong"], options),
     "solve": solve_all,
     "calls": lambda options: calls(options.seconds),
     "replay": lambda options: {"replay": replay.measure_all(min(options.seconds, 3.0), options.peers)},

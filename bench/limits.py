@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,10 +49,11 @@ def _on_cores(config: str, seconds: float, cores: list[int]) -> list[dict[str, f
 def _measure(config: str, seconds: float, barrier: Any, answers: Any, core: int) -> None:
     """Seconds of one core per step: of the environments alone, of acting with them, and of learning."""
     os.sched_setaffinity(0, {core})
+    from bench import training
     from shoal import envs
     from shoal.experiment import load
 
-    experiment = load(f"configs/{config}.yaml", {"steps": 10**12, "threads": 1})
+    experiment = load(f"configs/{config}.yaml", {"steps": 10**12, "threads": 1, **training.CHANGES.get(config, {})})
     worlds = envs.make(experiment.environment, experiment.envs, seed=core)
     actions = np.random.randint(worlds.spec.action.size, size=(1000, worlds.size))
     worlds.reset()
@@ -68,25 +71,21 @@ def _measure(config: str, seconds: float, barrier: Any, answers: Any, core: int)
 
 def _take_turns(experiment: Any, seconds: float) -> dict[str, float]:
     """Core-time per step of actors and learner, from the first update on."""
-    from shoal.services.journal import Journal
-    from shoal.services.parameters import Parameters
-    from shoal.services.queue import Queue
-    from shoal.workers.actor import act
-    from shoal.workers.learner import learn
+    from shoal import topology
+    from shoal.engines.inline import Inline
 
-    journal, parameters, store = Journal(), Parameters(), Queue(experiment.queue * experiment.batch_size)
-    learner = learn(experiment, store, parameters, journal)
-    next(learner)
-    actors = [act(experiment, index, store, parameters, journal) for index in range(experiment.actor_count)]
-    turns = [("acting", actor, experiment.envs) for actor in actors]
-    turns.append(("learning", learner, experiment.batch_size))
-    spent, steps, start = {"acting": 0.0, "learning": 0.0}, {"acting": 0, "learning": 0}, 0.0
-    while not start or time.perf_counter() - start < seconds or not all(steps.values()):
-        for name, work, items in turns:
-            before = time.process_time()
-            moved = next(work)
-            spent[name] += time.process_time() - before
-            steps[name] += moved * items * experiment.algorithm.unroll
-        if not start and steps["learning"]:  # the first update was only to warm up
-            spent, steps, start = dict.fromkeys(spent, 0.0), dict.fromkeys(steps, 0), time.perf_counter()
-    return {name: spent[name] / steps[name] for name in spent}
+    engine = Inline(topology.options(experiment))
+    with tempfile.TemporaryDirectory() as scratch:
+        journal, _ = topology.actors_and_learner(experiment, engine, Path(scratch), {})
+        turns = {name: work for name, (work, _) in engine.workers.items() if name not in ("evaluator", "recorder")}
+        spent, start, steps = {"acting": 0.0, "learning": 0.0}, 0.0, 0
+        while not start or time.perf_counter() - start < seconds or journal.snapshot()["steps"] == steps:
+            for name, work in turns.items():
+                before = time.process_time()
+                next(work)
+                spent["learning" if name == "learner" else "acting"] += time.process_time() - before
+            if not start and journal.snapshot()["updates"]:  # the first update was only to warm up
+                spent, start, steps = dict.fromkeys(spent, 0.0), time.perf_counter(), journal.snapshot()["steps"]
+        steps = journal.snapshot()["steps"] - steps
+        engine.close()
+    return {name: value / steps for name, value in spent.items()}

@@ -15,6 +15,7 @@ TRAINING = {
         ("Sample Factory APPO", "sf", ["sf_train.py", "--workers=2", "--envs=4", "--num_epochs=1"]),
     ],
     "ppo_pong": [("Stable-Baselines3 PPO", "sb3", ["sb3_train.py", "--algo=ppo"])],
+    "dqn_pong": [("Stable-Baselines3 DQN", "sb3", ["sb3_train.py", "--algo=dqn"])],
 }
 SOLVING = "Stable-Baselines3 PPO"
 

@@ -18,6 +18,8 @@ WARMUP = 5.0  # seconds after the first update in which caches fill and queues f
 PROGRESS = re.compile(r"%  step ([\d,]+)  ")
 # The lines of progress are the clock, so they come often.
 ENDLESS = ("steps=1000000000000", "evaluation.every=1000000000000", "log_every=0.25")
+# Peers begin to learn after so many steps; how full the replay is does not change the rate.
+CHANGES: dict[str, dict[str, Any]] = {"dqn_pong": {"algorithm.replay.minimum": 2_000}}
 
 
 def command(config: str, directory: str, *overrides: str) -> list[str]:
@@ -40,9 +42,9 @@ def measure(config: str, seconds: float) -> dict[str, Any]:
     """Train for so many seconds after the warm-up, then interrupt; the rate runs from update to update."""
     with tempfile.TemporaryDirectory() as directory:
         launched = time.monotonic()
-        process = subprocess.Popen(
-            command(config, directory, *ENDLESS), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
+        changes = [f"{key}={value}" for key, value in CHANGES.get(config, {}).items()]
+        words = command(config, directory, *ENDLESS, *changes)
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         try:
             found = _watch(process, launched, seconds)
             process.send_signal(signal.SIGINT)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -52,6 +52,8 @@ class ApexDqn(Settings):
     max_lag: int | None = Field(None, ge=1, description="Unused by replay; none: any.")
     head: int = Field(512, ge=0, description="Units between the torso and each stream of values; 0: none.")
     network: Network = Field(Network(activation="relu"), description="The network.")
+
+    capturable: ClassVar[bool] = True  # its loss depends on no schedule and on no look at the data
 
     @property
     def experience(self) -> NStep:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -42,6 +42,8 @@ class Dqn(Settings):
     max_lag: int | None = Field(None, ge=1, description="Unused by replay; none: any.")
     head: int = Field(0, ge=0, description="Units between the torso and each stream of values; 0: none.")
     network: Network = Field(Network(activation="relu"), description="The network.")
+
+    capturable: ClassVar[bool] = True  # its loss depends on no schedule and on no look at the data
 
     @property
     def experience(self) -> NStep:

@@ -113,6 +113,7 @@ class Ngu(Settings):
             "arm": torch.zeros(size, dtype=torch.int64, device=device),
             "bandits": [Bandit(self.arms, self.window, self.bandit_epsilon, self.bonus) for _ in range(size)],
             "played": False,
+            "pulls": [],
             "score": zeros,
             "states": torch.zeros(size, 0, self.embedding, device=device),
             "count": torch.zeros(size, dtype=torch.int64, device=device),
@@ -142,6 +143,12 @@ class Ngu(Settings):
             record |= {"q_extrinsic": values["extrinsic"], "q_intrinsic": values["intrinsic"]}
         return Act(carry["action"], record, carry)
 
+    def choices(self, carry: dict[str, Any]) -> list[list[float]]:
+        """Hand over the bandits' pulls since the last call: the arm, and what its episode came to."""
+        told = [*carry["pulls"]]
+        carry["pulls"].clear()
+        return told
+
     def _episodes(self, step: Step, carry: dict[str, Any]) -> None:
         """Where an episode opens, tell the bandit how the one before went, and let it pick the next arm."""
         carry["score"] = carry["score"] + step.reward
@@ -151,7 +158,9 @@ class Ngu(Settings):
         for index in opened:
             bandit = carry["bandits"][index]
             if carry["played"]:
-                bandit.reward(int(carry["arm"][index]), float(carry["score"][index]))
+                arm, score = int(carry["arm"][index]), float(carry["score"][index])
+                bandit.reward(arm, score)
+                carry["pulls"].append([arm, score])
             carry["arm"][index] = bandit.choose()
         carry["score"] = carry["score"] * ~step.first
         carry["played"] = True

@@ -82,6 +82,8 @@ def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     yield from ((f"speed/{name}", row[name]) for name in ("steps_per_s", "updates_per_s"))
     yield from ((f"train/{name}", row[name]) for name in ("return", "length") if row[name] is not None)
     yield from ((f"learner/{name}", value) for name, value in row["metrics"].items())
+    for arm, figures in row.get("arms", {}).items():
+        yield from ((f"bandit/{name}/{arm:0>2}", value) for name, value in figures.items())
 
 
 def file_of(run: Path) -> Path:

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from shoal.core.types import Work
@@ -50,6 +51,9 @@ class Recorder:
         self.steps, self.started = steps, now
         self.row_at = self.flushed_at = self.shares_at = now
         self.newest: dict[str, float] = {}
+        # Since the last row: the metrics of every look, and by arm the scores of its episodes.
+        self.metrics_since: dict[str, list[float]] = {}
+        self.arms_since: dict[int, list[float]] = {}
         self.evaluations: list[Mapping[str, Any]] = []
         self.workers: Mapping[str, Any] = {}
         self.problem: str | None = None
@@ -63,6 +67,8 @@ class Recorder:
             self.metrics.rewind(news["steps"])
             self.evaluations = [result for result in self.evaluations if result["steps"] <= news["steps"]]
             self.marks.clear()
+            self.metrics_since.clear()
+            self.arms_since.clear()
         moved, self.steps = news["steps"] != self.steps, news["steps"]
         if not self.marks:
             self.marks.append((now, news["steps"], news["updates"]))
@@ -74,10 +80,16 @@ class Recorder:
             self.evaluations.append(result)
             self.metrics.add({"kind": "evaluation", "time": time.time(), **result})
         self.newest.update(news["metrics"])
+        for name, value in news["metrics"].items():
+            self.metrics_since.setdefault(name, []).append(value)
+        for arm, score in news["choices"]:
+            self.arms_since.setdefault(arm, []).append(score)
         rates = self._rates(now, news)
-        if (moved or last) and news["metrics"] and (last or now - self.row_at >= (now - self.started) / ROWS):
+        if (moved or last) and self.metrics_since and (last or now - self.row_at >= (now - self.started) / ROWS):
             self.metrics.add(self._row(news, rates))
             self.row_at = now
+            self.metrics_since.clear()
+            self.arms_since.clear()
         self.display.show(self._view(news, rates, now), last)
         # With a checkpoint, so that a run that goes on from there has no gap before it.
         if last or news["checkpoint"] != self.saved or now - self.flushed_at >= FLUSH:
@@ -103,7 +115,11 @@ class Recorder:
     def _row(self, news: Mapping[str, Any], rates: Mapping[str, float]) -> dict[str, Any]:
         counts = {key: news[key] for key in ("steps", "updates", "episodes", "faults", "return", "length")}
         seconds = round(news["seconds"], 3)
-        return {"kind": "train", "time": time.time(), "seconds": seconds, **counts, **rates, "metrics": news["metrics"]}
+        metrics = {name: fmean(values) for name, values in self.metrics_since.items()}
+        row = {"kind": "train", "time": time.time(), "seconds": seconds, **counts, **rates, "metrics": metrics}
+        arms = sorted(self.arms_since.items())
+        told = {str(arm): {"episodes": len(scores), "score": fmean(scores)} for arm, scores in arms}
+        return row | ({"arms": told} if told else {})
 
     def _view(self, news: Mapping[str, Any], rates: Mapping[str, float], now: float) -> dict[str, Any]:
         report = self.report()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -24,6 +24,7 @@ class Journal:
         self.evaluations: list[dict[str, Any]] = list(state.get("evaluations", ()))
         self.told = len(self.evaluations)  # how many the recorder has
         self.faults: deque[str] = deque(maxlen=20)
+        self.choices: deque[list[float]] = deque(maxlen=10_000)  # since the last look of the recorder
         self.checkpoint: dict[str, float] | None = None
         self.stopped_by = ""
 
@@ -51,12 +52,13 @@ class Journal:
         else:
             self.checkpoint = {"steps": steps, "time": time.time()}
 
-    def acted(self, episodes: list[Any], faults: list[str]) -> None:
-        """Take the episodes, as [score, length, …], that ended with an actor, and what broke there."""
+    def acted(self, episodes: list[Any], faults: list[str], choices: Sequence[list[float]] = ()) -> None:
+        """Take an actor's episodes as [score, length, …], what broke, and its bandits' pulls as [arm, score]."""
         self.episodes.extend((score, length) for score, length, *_ in episodes)
         self.counts["episodes"] += len(episodes)
         self.counts["faults"] += len(faults)
         self.faults.extend(faults)
+        self.choices.extend(choices)
 
     def report(self, problem: str) -> None:
         """Take something that a user should know."""
@@ -89,10 +91,12 @@ class Journal:
             "metrics": means,
             "evaluations": self.evaluations[self.told :],
             "faults_told": list(self.faults),
+            "choices": list(self.choices),
             "checkpoint": self.checkpoint,
         }
         self.told = len(self.evaluations)
         self.faults.clear()
+        self.choices.clear()
         self.sums.clear()
         return news
 

@@ -58,7 +58,8 @@ def fill(
                 yield False
                 if over():
                     return
-            journal.acted([list(episode) for episode in worlds.episodes()], worlds.faults())
+            choices = algorithm.choices(carry) if hasattr(algorithm, "choices") else []
+            journal.acted([list(episode) for episode in worlds.episodes()], worlds.faults(), choices)
             puts += 1
             yield True
             if puts % experiment.refresh == 0:

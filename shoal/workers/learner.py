@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,14 @@ from shoal import envs
 from shoal.core.randomness import derive, seed_everything
 from shoal.core.settings import at
 from shoal.core.tree import map_tree, to_numpy
-from shoal.core.types import Batch, Work
+from shoal.core.types import Batch, Loss, Work
+from shoal.workers.graph import Captured, step
 from shoal.workers.policy import pick_device, to_batch
 from shoal.workers.snapshot import capture, load_weights, restore
 
 LONGEST = 300.0  # seconds between checkpoints, however slow the steps come
 ASK = 0.2  # seconds between questions whether to stop, while there is nothing to learn from
+TELL = 0.02  # seconds between reports, since each may be a call to another process
 
 
 @dataclass
@@ -43,6 +46,7 @@ def learn(experiment: Any, store: Any, parameters: Any, journal: Any, checkpoint
     if lockstep:
         seed_everything(derive(own, now.period))
     saver = Saver(experiment, now.steps)
+    reports = Reports(journal, lockstep)
     count = Count(store, now.steps)
     every = experiment.replay.publish if experiment.replay else 1
     parameters.publish(now.version, now.steps, now.period, False, model.weights())
@@ -72,9 +76,9 @@ def learn(experiment: Any, store: Any, parameters: Any, journal: Any, checkpoint
         now.updates, now.version = now.updates + updates, now.version + 1
         if priority is not None:
             store.update(batch.key, priority)
-        stop = journal.learned(now.steps, now.updates, {**metrics, **numbers})
-        done = now.steps >= experiment.steps
-        if saver.due(now.steps) and not done and not stop:
+        done, due = now.steps >= experiment.steps, saver.due(now.steps)
+        stop = reports.learned(now, {**metrics, **numbers}, done or due)
+        if due and not done and not stop:
             saver.save(checkpoints, store, journal, now, model, scheduled=True)
             if lockstep:
                 seed_everything(derive(own, now.period))
@@ -110,6 +114,27 @@ class Count:
         return self.came(status, steps) if "steps" in status else steps + int(batch.mask.sum())
 
 
+class Reports:
+    """Tells the journal of updates: of each under lockstep, else now and then of all since."""
+
+    def __init__(self, journal: Any, exact: bool) -> None:
+        """Begin with nothing to tell."""
+        self.journal, self.exact = journal, exact
+        self.waiting: dict[str, list[float]] = {}
+        self.told = 0.0
+
+    def learned(self, now: Progress, metrics: Mapping[str, float], urgent: bool) -> bool:
+        """Take an update; True: end the run."""
+        for name, value in metrics.items():
+            self.waiting.setdefault(name, []).append(value)
+        if not (self.exact or urgent or time.monotonic() - self.told >= TELL):
+            return False
+        means = {name: fmean(values) for name, values in self.waiting.items()}
+        self.waiting.clear()
+        self.told = time.monotonic()
+        return bool(self.journal.learned(now.steps, now.updates, means))
+
+
 class Model:
     """The network that learns, the target network that follows it now and then, and the optimizer."""
 
@@ -120,10 +145,12 @@ class Model:
         self.every: int | None = getattr(algorithm, "target_every", None)
         self.target = copy.deepcopy(self.net).requires_grad_(False) if self.every else self.net
         self.optimizer = algorithm.optimizer(self.net)
+        captured = device.type == "cuda" and getattr(algorithm, "capturable", False)
+        self.step = Captured(self.optimizer) if captured else step
 
     def update(self, algorithm: Any, batch: Batch, updates: int) -> tuple[Any, int, dict[str, float]]:
         """Learn from a batch, after so many updates; the target network follows after every `target_every`."""
-        priority, count, metrics = update(algorithm, self.net, self.target, self.optimizer, batch)
+        priority, count, metrics = update(algorithm, self.net, self.target, self.optimizer, batch, self.step)
         if self.every and updates // self.every != (updates + count) // self.every:
             self.target.load_state_dict(self.net.state_dict())
         return priority, count, metrics
@@ -174,26 +201,28 @@ class Saver:
         self.last, self.saved = now.steps, time.monotonic()
 
 
-def update(algorithm: Any, net: Any, target: Any, optimizer: Any, batch: Batch) -> tuple[Any, int, dict[str, float]]:
+def update(
+    algorithm: Any, net: Any, target: Any, optimizer: Any, batch: Batch, step: Callable[..., Loss] = step
+) -> tuple[Any, int, dict[str, float]]:
     """Go over a batch in epochs and minibatches; return new priorities, if items can come again, and metrics."""
     for group in optimizer.param_groups:
-        group["lr"] = algorithm.lr.now
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(algorithm.lr.now)
+        else:
+            group["lr"] = algorithm.lr.now
     prepared = algorithm.prepare(net, batch)
     whole = algorithm.epochs == algorithm.minibatches == 1
-    metrics: dict[str, torch.Tensor] = {}
+    sums: dict[str, torch.Tensor] = {}
     pieces = 0
     for piece in [prepared] if whole else cut(prepared, algorithm.epochs, algorithm.minibatches):
-        loss = algorithm.loss(net, target, piece)
-        optimizer.zero_grad(set_to_none=True)
-        (loss.each * piece.weight).mean().backward()
-        if algorithm.clip_norm is not None:
-            loss.metrics["gradient_norm"] = torch.nn.utils.clip_grad_norm_(net.parameters(), algorithm.clip_norm)
-        optimizer.step()
+        loss = step(algorithm, net, target, optimizer, piece)
         pieces += 1
         for name, value in loss.metrics.items():
-            metrics[name] = metrics.get(name, 0.0) + value.detach()
-    priority = loss.priority.detach().cpu().numpy() if whole else None
-    return priority, pieces, {name: float(value) / pieces for name, value in metrics.items()}
+            sums[name] = sums.get(name, 0.0) + value.detach()
+    # One copy for all of it: every look at a GPU's number waits for the GPU.
+    told = torch.cat([loss.priority.detach(), *(value.reshape(1) for value in sums.values())]).cpu().numpy()
+    means = {name: float(value) / pieces for name, value in zip(sums, told[len(loss.priority) :], strict=True)}
+    return told[: len(loss.priority)] if whole else None, pieces, means
 
 
 def cut(batch: Batch, epochs: int, minibatches: int) -> Iterator[Batch]:

@@ -109,6 +109,7 @@ def test_the_bandit_is_told_what_each_arm_earned(specs, window, bonus):
     """Every environment has a bandit; an episode's return is all it earned, with its last reward."""
     algorithm = small(window=window, bonus=bonus)
     played = Played(algorithm, build(algorithm, specs["discrete"]), instants=150, ending=0.3)
+    pulls: list[tuple[int, float]] = []
     for b in range(3):
         past, arm, score, bandit = [], 0, 0.0, Bandit(4, window, 0.0, bonus)
         for t, step in enumerate(played.steps):
@@ -121,8 +122,11 @@ def test_the_bandit_is_told_what_each_arm_earned(specs, window, bonus):
                 score += float(step.reward[b])
             assert played.records[t]["arm"][b] == arm
         assert [*played.carry["bandits"][b].history] == past[-window:]
+        pulls += past
         assert len(past) > 15
         assert [arm for arm, _ in past[:4]] == [0, 1, 2, 3]
+    assert sorted(map(tuple, algorithm.choices(played.carry))) == sorted(pulls)  # for the log
+    assert algorithm.choices(played.carry) == []
 
 
 def slow_episodic(distances: list[float], average: float) -> float:

@@ -79,8 +79,26 @@ def test_rows_hold_means_and_scores_and_long_runs_have_few(
     recorder.take(journal.drain(), last=True)
     rows = metrics.read(tmp_path)
     assert rows[0]["metrics"] == {"loss": 1.0}
-    assert rows[-1]["kind"] == "evaluation"
+    assert [row["kind"] for row in rows[-2:]] == ["evaluation", "train"]
     assert 3000 < len(rows) < 5000  # of 20 000 looks: every one at first, one in twenty at the end
+    # A row is the mean since the row before: of 20 looks or so, none is lost.
+    before, after = rows[-4], rows[-3]
+    assert after["steps"] - before["steps"] > 10
+    assert after["metrics"]["loss"] == (before["steps"] + 1 + after["steps"]) / 2
+
+
+def test_rows_tell_what_bandits_chose_and_what_came_of_it(tmp_path: Path, clock: list[float], watched: Watcher) -> None:
+    journal, recorder = Journal(), make(tmp_path)
+    for steps, pulls in ((1, [[3, 1.0], [0, 5.0]]), (1, [[3, 2.0]]), (2, [[0, 7.0]]), (3, [])):
+        clock[0] += 10
+        journal.learned(steps, steps, {"loss": 1.0})
+        journal.acted([], [], pulls)
+        recorder.take(journal.drain())
+    rows = metrics.read(tmp_path)
+    assert rows[0]["arms"] == {"0": {"episodes": 1, "score": 5.0}, "3": {"episodes": 1, "score": 1.0}}
+    assert rows[1]["arms"] == {"0": {"episodes": 1, "score": 7.0}, "3": {"episodes": 1, "score": 2.0}}
+    assert "arms" not in rows[2]
+    assert ("bandit/score/03", 2.0) in metrics.scalars(rows[1])
 
 
 def test_rows_reach_the_disk_with_a_checkpoint(tmp_path: Path, clock: list[float], watched: Watcher) -> None:

@@ -1,0 +1,104 @@
+"""An update captured as a CUDA graph does what the same update does kernel by kernel."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.algorithms.apex_dqn import ApexDqn
+from shoal.algorithms.dqn import Dqn
+from shoal.core.settings import Schedule, at
+from shoal.core.types import ActionSpec, ArraySpec, Batch, Spec
+from shoal.nets.torsos import Network
+from shoal.workers.graph import WARM, step
+from shoal.workers.learner import Model, go_on
+from shoal.workers.policy import to_batch
+from shoal.workers.snapshot import capture
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and CUDA_VISIBLE_DEVICES=0")
+SPEC = Spec(observation=ArraySpec((4,), "float32"), action=ActionSpec(3))
+FALLING = {"lr": Schedule(start=1e-2, end=1e-3), "network": Network(hidden=(32,)), "target_every": 5}
+NORMALISED = {"network": Network(hidden=(32,), normalise_observation=True)}
+ALGORITHMS = [
+    Dqn(**FALLING),
+    Dqn(**FALLING | NORMALISED, dueling=True, quantiles=5),
+    ApexDqn(**FALLING, head=16),
+    ApexDqn(**FALLING, head=16, rule="adam"),
+]
+
+
+def batches(count: int, size: int = 16) -> list[Batch]:
+    """Made-up experience."""
+    random = np.random.default_rng(0)
+    trees = [
+        {
+            "observation": random.normal(size=(2, size, 4)).astype(np.float32),
+            "first": np.zeros((2, size), bool),
+            "action": random.integers(3, size=(1, size)),
+            "reward": random.normal(size=(1, size)).astype(np.float32),
+            "discount": (random.random((1, size)) < 0.9).astype(np.float32),
+            "record": {},
+            "weight": random.random(size).astype(np.float32),
+            "key": np.arange(size),
+            "version": np.zeros(size, np.int64),
+        }
+        for _ in range(count)
+    ]
+    return [to_batch(tree, torch.device("cuda")) for tree in trees]
+
+
+def learn(model: Model, algorithm: Any, given: list[Batch]) -> list[tuple[Any, dict[str, float]]]:
+    """Update once for every batch."""
+    told = []
+    for index, batch in enumerate(given):
+        priority, _, metrics = model.update(at(algorithm, index / len(given)), batch, index)
+        told.append((priority.copy(), metrics))
+    return told
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_captured_updates_are_those_taken_kernel_by_kernel(algorithm: Any) -> None:
+    torch.manual_seed(0)
+    given = batches(30)
+    captured = Model(algorithm, SPEC, torch.device("cuda"))
+    plain = Model(algorithm, SPEC, torch.device("cuda"))
+    plain.net, plain.target = copy.deepcopy(captured.net), copy.deepcopy(captured.target)
+    plain.optimizer, plain.step = algorithm.optimizer(plain.net), step
+    mine, theirs = learn(captured, algorithm, given), learn(plain, algorithm, given)
+    assert captured.step.graph is not None
+    for (priority, metrics), (expected, others) in zip(mine, theirs, strict=True):
+        np.testing.assert_allclose(priority, expected, rtol=1e-3, atol=1e-5)
+        assert metrics == pytest.approx(others, rel=1e-3, abs=1e-5)
+    for ours, other in zip(captured.net.parameters(), plain.net.parameters(), strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-3, atol=1e-5)
+
+
+def test_a_captured_learner_goes_on_from_its_checkpoint() -> None:
+    algorithm, given = ALGORITHMS[2], batches(20)
+    model = Model(algorithm, SPEC, torch.device("cuda"))
+    learn(model, algorithm, given[:10])
+    saved = copy.deepcopy(capture(model.net, model.optimizer)) | {"state": dict.fromkeys(PROGRESS, 0)}
+    saved["target"] = {name: value.cpu().numpy() for name, value in model.target.state_dict().items()}
+    again = Model(algorithm, SPEC, torch.device("cuda"))
+    go_on(again, Quiet(), saved, Quiet())
+    before, after = learn(model, algorithm, given[10:]), learn(again, algorithm, given[10:])
+    assert len(after) > WARM
+    for (priority, _), (expected, _) in zip(after, before, strict=True):
+        np.testing.assert_allclose(priority, expected, rtol=1e-3, atol=1e-5)
+
+
+PROGRESS = ("steps", "updates", "version", "period")
+
+
+class Quiet:
+    """A store and a journal that need nothing."""
+
+    def restore(self, content: Any) -> None:
+        """Take nothing."""
+
+    def went_back(self, steps: int) -> None:
+        """Take nothing."""
