@@ -21,6 +21,7 @@ from rich.table import Table
 from bench import peers, replay, training
 from bench.calls import calls
 from bench.limits import limits
+from bench.links import links
 
 Tables = dict[str, list[dict[str, Any]]]
 console = Console(width=None if os.isatty(1) else 160)
@@ -79,6 +80,7 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace], Tables]] = {
     "dqn": lambda options: train_all(["dqn_pong"], options),
     "solve": solve_all,
     "calls": lambda options: calls(options.seconds),
+    "links": lambda options: links(options.seconds),
     "replay": lambda options: {"replay": replay.measure_all(min(options.seconds, 3.0), options.peers)},
 }
 

@@ -117,23 +117,23 @@ def calls(seconds: float) -> dict[str, list[dict[str, Any]]]:
             light: {"rollout put": partial(queue.put, rollout)},
         }
         rows = []
-        for size, contest in ours.items():
+        for size, rivals in ours.items():
             verbs = {"pipe": b"send", "block": b"copy"} if size > ORDER.size else {"pipe": b"same"}
-            contest |= {name: partial(bare.call, verb, size) for name, verb in verbs.items()}
-            rows += _contest(contest, size, seconds / len(ours))
+            rivals |= {name: partial(bare.call, verb, size) for name, verb in verbs.items()}
+            rows += contest(rivals, size, seconds / len(ours))
     finally:
         bare.process.kill()
         engine.close()
     return {"calls": rows}
 
 
-def _contest(contest: dict[str, Any], size: int, seconds: float) -> list[dict[str, Any]]:
+def contest(rivals: dict[str, Any], size: int, seconds: float) -> list[dict[str, Any]]:
     """Medians over the rounds; a round before the first warms up."""
-    taken: dict[str, Any] = {name: [] for name in contest}
+    taken: dict[str, Any] = {name: [] for name in rivals}
     for _ in range(ROUNDS + 1):
-        for name, call in contest.items():
+        for name, call in rivals.items():
             times: list[float] = []
-            until = time.perf_counter() + seconds / ROUNDS / len(contest)
+            until = time.perf_counter() + seconds / ROUNDS / len(rivals)
             while (now := time.perf_counter()) < until or len(times) < 5:
                 call()
                 times.append(time.perf_counter() - now)
@@ -146,7 +146,7 @@ def _contest(contest: dict[str, Any], size: int, seconds: float) -> list[dict[st
             "p50_us": np.median(p50[name]),
             "p99_us": np.median(p99[name]),
             "mb_s": np.median(size / p50[name]),
-            **{f"x_{who}": np.median(p50[name] / p50[who]) for who in ("pipe", "block") if who in p50},
+            **{f"x_{who}": np.median(p50[name] / p50[who]) for who in ("pipe", "block", "bare") if who in p50},
         }
-        for name in contest
+        for name in rivals
     ]

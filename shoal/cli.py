@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -176,6 +177,59 @@ def list_(
 
     for line in catalogue(what):
         typer.echo(line)
+
+
+@app.command()
+def node(
+    init: Annotated[bool, typer.Option("--init", help="Make certificates and a token for machines that join.")] = False,
+    folder: Annotated[Optional[Path], typer.Option(help="The trust folder; otherwise ~/.shoal/trust.")] = None,  # noqa: UP045
+    name: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="A host name or address of the machine, for its certificate; may be given several times."),
+    ] = None,
+    for_: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--for", help="With --init: a new folder for another machine, to be copied there.", metavar="DIR"),
+    ] = None,
+    listen: Annotated[str, typer.Option(help="Wait at this address for a head to come.", metavar="HOST:PORT")] = "",
+    join: Annotated[str, typer.Option(help="Go to the head at this address.", metavar="HOST:PORT")] = "",
+    pin: Annotated[str, typer.Option(help="With --join: the fingerprint of the head's certificate.")] = "",
+    token: Annotated[Optional[Path], typer.Option(help="With --pin: a file with the token.")] = None,  # noqa: UP045
+    slots: Annotated[int, typer.Option(help="Workers to take; 0: one per core.", min=0)] = 0,
+    allow: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="A package beside shoal from which workers may be made; may be given several times."),
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Send plain text, off loopback too.")] = False,
+) -> None:
+    """Let this machine take part in runs over the network."""
+    from shoal.engines.links.certificates import FOLDER, initialise, issue
+
+    if init + bool(listen) + bool(join) != 1:
+        raise SettingsError("say what this machine shall do: --listen or --join, or --init before the first time")
+    if not init:
+        from shoal import topology
+        from shoal.engines import node as nodes
+        from shoal.engines.links.greeting import Terms
+        from shoal.runs.provenance import usable_cores
+
+        trust = "" if insecure or pin or not (folder or FOLDER.expanduser().is_dir()) else str(folder or FOLDER)
+        secret = token.read_text().strip() if token else ""
+        who = (name or [f"{socket.gethostname()}-{os.getpid()}"])[0]
+        terms = Terms(who, trust, pin, secret, insecure)
+        nodes.work(listen, join, terms, slots or int(usable_cores()), ("shoal", *(allow or [])), topology.MODULES)
+        return
+    where, again = (folder, f" --folder {folder}") if folder else (FOLDER, "")
+    made = issue(where, for_, name or []) if for_ else initialise(where, name or [socket.gethostname()])
+    typer.echo(f"made {made.folder}: {', '.join(sorted(path.name for path in made.folder.iterdir()))}")
+    typer.echo(f"for {', '.join(made.names)}; until {made.expires:%Y-%m-%d}\nfingerprint: {made.fingerprint}")
+    if for_:
+        typer.echo(f"copy this folder to {FOLDER} on the other machine, by a way as safe as scp")
+    else:
+        typer.echo(
+            f"for each further machine, make a folder to copy there: shoal node --init{again} --for DIR --name NAME\n"
+            "or take there only the token and the fingerprint; ca.key stays here"
+        )
 
 
 @app.command()

@@ -15,13 +15,16 @@ from pydantic import BaseModel, Field, ValidationError, field_serializer, field_
 from shoal.algorithms import ALGORITHMS
 from shoal.algorithms import find as find_algorithm
 from shoal.core.algorithm import Algorithm
+from shoal.core.codec import Codec
 from shoal.core.errors import SettingsError, ShoalError, nearest
 from shoal.core.recipe import path_of
 from shoal.core.replaying import Replaying
 from shoal.core.settings import Schedule, Settings
 from shoal.engines import ENGINES
+from shoal.engines.options import Network
 from shoal.envs import Environment
 from shoal.runs.provenance import usable_cores
+from shoal.sections import Evaluation, Federation, Limits, Saving
 
 
 @cache
@@ -30,46 +33,25 @@ def cores() -> int:
     return max(int(usable_cores()), 1)
 
 
-class Evaluation(Settings):
-    """When and how the policy is scored."""
-
-    every: int | None = Field(None, ge=1, description="Steps between evaluations; none: a twentieth of the run.")
-    episodes: int = Field(20, ge=1, description="Whole episodes per evaluation.")
-    target: float | None = Field(None, description="Mean return that ends the run as solved; none: never.")
-
-
-class Saving(Settings):
-    """When checkpoints are saved and how many stay."""
-
-    every: int | None = Field(
-        None,
-        ge=1,
-        description="Steps between checkpoints; none: a twentieth of the run. Unless in lockstep, at most 5 minutes.",
-    )
-    keep: int = Field(3, ge=1, description="Newest checkpoints to keep, beside the best policy.")
-
-
-class Limits(Settings):
-    """How long is too long, and how often is too often."""
-
-    restarts: int = Field(5, ge=0, description="Times a dead actor is started again without a minute of health.")
-    deadline: float = Field(60.0, gt=0, description="Seconds that one call to a service may take.")
-    stall: float = Field(120.0, gt=0, description="Seconds without any movement before the run is given up.")
-    silence: float = Field(30.0, gt=0, description="Seconds without a sign of life before a worker counts as dead.")
-
-
 class Experiment(Settings):
     """Everything that a run depends on."""
 
     environment: Environment = Field(description="The environment: `id`, and how it is treated.")
     algorithm: Any = Field(description="The algorithm: `name` and its settings.")
-    engine: str = Field("processes", description="Where workers run: inline, threads, processes, or your own.")
+    engine: str = Field("processes", description="Where workers run: inline, threads, processes, cluster, or your own.")
+    topology: Literal["actors_and_learner", "gradient_workers", "federated"] | None = Field(
+        None,
+        description="Who learns: one learner from its actors; every worker, on a network that all share; or groups of "
+        "these, which merge their networks now and then; none: what the algorithm is made for.",
+    )
+    federation: Federation = Field(default_factory=Federation, description="How federated groups merge.")
     lockstep: bool = Field(False, description="Drive workers in one fixed order: same seed, same weights.")
     seed: int = Field(0, ge=0, description="The seed from which every worker's randomness is derived.")
     steps: int = Field(1_000_000, ge=1, description="Environment steps to learn from.")
-    actors: int | None = Field(None, ge=1, description="Actors; none: one per core.")
+    actors: int | None = Field(None, ge=1, description="Actors, or gradient workers; none: one per core.")
     envs: int = Field(8, ge=1, description="Environments per actor.")
     queue: int = Field(2, ge=1, description="Batches of experience that may wait for the learner.")
+    weights: Codec = Field(default_factory=Codec, description="How weights travel to actors and evaluator.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the learner computes.")
     actor_device: Literal["auto", "cpu", "cuda"] = Field("cpu", description="Where actors and evaluator compute.")
     threads: int | None = Field(
@@ -77,6 +59,8 @@ class Experiment(Settings):
         ge=1,
         description="Learner's torch threads; none: every core where actors wait for it, else one.",
     )
+    nodes: tuple[str, ...] = Field((), description="Addresses HOST:PORT of the nodes of the engine `cluster`.")
+    network: Network = Field(default_factory=Network, description="How machines find and trust each other.")
     evaluation: Evaluation = Field(default_factory=Evaluation, description="When and how the policy is scored.")
     checkpoints: Saving = Field(default_factory=Saving, description="When checkpoints are saved and how many stay.")
     limits: Limits = Field(default_factory=Limits, description="How long is too long.")
@@ -121,8 +105,22 @@ class Experiment(Settings):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        if self.engine == "cluster" and not (self.nodes or self.network.listen):
+            raise ValueError(
+                "engine cluster has no machines: name them in nodes, or set network.listen and let them join"
+            )
+        if self.engine == "cluster" and self.topology_name == "gradient_workers":
+            raise ValueError(
+                "gradient workers share the memory of one machine: on engine cluster, set topology: federated"
+            )
+        if self.engine != "cluster" and self.nodes:
+            raise ValueError(f"engine {self.engine} knows no nodes: set engine to cluster")
         if self.replay:
-            return self._fits_replay(self.replay)
+            self._fits_replay(self.replay)
+        if self.shared and self.device == "cuda":
+            raise ValueError("device cuda: gradient workers compute on the CPU, where their network is shared")
+        if self.replay or self.shared:
+            return self
         produced = self.actor_count * self.envs
         if self.algorithm.max_lag == 0 and self.batch_size > produced:
             raise ValueError(
@@ -138,27 +136,43 @@ class Experiment(Settings):
             )
         return self
 
-    def _fits_replay(self, replay: Replaying) -> Self:
+    def _fits_replay(self, replay: Replaying) -> None:
         if replay.minimum > replay.capacity:
             raise ValueError(
                 f"algorithm.replay.minimum {replay.minimum} is never reached: capacity is {replay.capacity}"
             )
-        return self
+        if hasattr(self.algorithm, "replay_ratio") and not self.shared:
+            raise ValueError("algorithm.replay_ratio is for topology gradient_workers: a learner has one store only")
+
+    @property
+    def topology_name(self) -> str:
+        """Who exists: a topology by its name."""
+        return self.topology or str(getattr(self.algorithm, "topology", "actors_and_learner"))
+
+    @property
+    def shared(self) -> bool:
+        """Whether every worker learns, on a network that all share."""
+        return self.topology_name in ("gradient_workers", "federated")
+
+    @property
+    def groups(self) -> int:
+        """The number of federated groups."""
+        return self.federation.groups or max(len(self.nodes), 1)
 
     @property
     def actor_count(self) -> int:
-        """The number of actors."""
+        """The number of actors, or of gradient workers in a group."""
         return self.actors or cores()
 
     @property
     def batch_size(self) -> int:
         """Items per update."""
-        return self.algorithm.batch or self.actor_count * self.envs
+        return self.algorithm.batch or (1 if self.shared else self.actor_count) * self.envs
 
     @property
     def learner_threads(self) -> int:
         """Torch threads of the learner: while actors wait, their cores are free."""
-        waits = self.algorithm.max_lag == 0
+        waits = self.algorithm.max_lag == 0 and not self.shared
         return self.threads or (cores() if waits else 1)
 
     @property
@@ -168,8 +182,10 @@ class Experiment(Settings):
 
     @property
     def chunk(self) -> int:
-        """Items that an actor sends at once, at least."""
-        return self.replay.chunk if self.replay else 1
+        """Items that an actor sends at once, at least; a gradient worker without a replay learns from them at once."""
+        if self.replay:
+            return self.replay.chunk
+        return (self.algorithm.batch or 1) if self.shared else 1
 
     @property
     def refresh(self) -> int:

@@ -235,7 +235,14 @@ def tell(run: Path, summary: Mapping[str, Any]) -> str:
     for name, worker in summary["workers"].items():
         waits = sorted(worker["waits"].items(), key=lambda item: -item[1])[:1]
         waiting = "".join(f", waited {share:.0%} for {service}" for service, share in waits)
-        lines.append(f"{name}: worked {worker['working']:.0%} of its time{waiting}")
+        where = f" on {node}" if (node := worker.get("node")) else ""
+        lines.append(f"{name}{where}: worked {worker['working']:.0%} of its time{waiting}")
+    for node in dict.fromkeys(worker["node"] for worker in summary["workers"].values() if worker.get("node")):
+        there = [worker for worker in summary["workers"].values() if worker.get("node") == node]
+        moves = sum(worker["moves_per_s"] for worker in there)
+        away = ", away at the end" if there[0]["away"] else ""
+        workers = f"{len(there)} worker{'s' if len(there) > 1 else ''}"
+        lines.append(f"node {node}: {workers}, {moves:,.1f} moves/s{away}")
     return "\n".join(lines)
 
 

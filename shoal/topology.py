@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shoal import envs
+from shoal.core.errors import SettingsError
 from shoal.core.randomness import derive
+from shoal.core.recipe import describe, path_of
 from shoal.core.tree import map_tree
 from shoal.core.types import Spec
-from shoal.engines.options import Options
+from shoal.engines.options import Machines, Options
 from shoal.experiment import Experiment
 from shoal.runs.checkpoint import Checkpoints
 from shoal.runs.recorder import record
+from shoal.services.averager import Averager
 from shoal.services.journal import Journal
 from shoal.services.parameters import Parameters
 from shoal.services.queue import Queue
@@ -25,32 +30,81 @@ MODULES = (
     "shoal.experiment",
     "shoal.workers.actor",
     "shoal.workers.evaluator",
+    "shoal.workers.gradient",
     "shoal.workers.learner",
 )
 
 
 def options(experiment: Experiment, resumed_at: int = 0) -> Options:
-    """Placement and limits: what a learner works with lives with it, so only actors' calls travel."""
+    """Placement and limits: what a learner works with lives with it, so only actors' calls travel.
+
+    What gradient workers work with is in shared memory or in the head, so that none of them matters.
+    """
     # A resumed run must not draw again what it drew at first; under lockstep, periods see to that.
     again = resumed_at and not experiment.lockstep
     return Options(
         seed=derive(experiment.seed, "resumed", resumed_at) if again else experiment.seed,
         lockstep=experiment.lockstep,
-        homes={"store": "learner", "parameters": "learner", "checkpoints": "learner"},
+        homes=homes(experiment),
         observers=frozenset({"recorder"}),
-        restartable=frozenset({"evaluator", *(f"actor-{index}" for index in range(experiment.actor_count))}),
+        restartable=frozenset({"evaluator", *players(experiment)}),
         # A learner goes back to its checkpoint; under lockstep that would not repeat what the others did since.
         revivable=frozenset() if experiment.lockstep else frozenset({"learner"}),
+        machines=machines(experiment) if experiment.engine == "cluster" else None,
         **experiment.limits.model_dump(),
     )
 
 
-def serve_store(experiment: Experiment, engine: Any) -> Any:
+def machines(experiment: Experiment) -> Machines:
+    """Actors may live on other machines, if these would build what is built here."""
+    return Machines(
+        nodes=experiment.nodes,
+        network=experiment.network,
+        remote=frozenset(players(experiment)),
+        check=(path_of(facts), [describe(experiment)], facts(experiment)),
+    )
+
+
+def facts(experiment: Experiment) -> dict[str, str]:
+    """What two machines must agree on before they work together."""
+    net = experiment.algorithm.build(envs.spec_of(experiment.environment))
+    shapes = [[name, str(value.dtype), list(value.shape)] for name, value in net.state_dict().items()]
+    settings = experiment.model_dump(mode="json", exclude={"nodes", "network"})
+    return {"architecture hash": _digest(shapes), "experiment hash": _digest(settings)}
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def homes(experiment: Experiment) -> dict[str, str]:
+    """Services that live with a worker."""
+    if experiment.topology_name == "federated":
+        stores = {f"{group}/store": f"{group}/gradient-0" for group in groups(experiment)} if experiment.replay else {}
+        return stores | dict.fromkeys(("averager", "parameters", "checkpoints"), "overseer")
+    return {} if experiment.shared else dict.fromkeys(("store", "parameters", "checkpoints"), "learner")
+
+
+def groups(experiment: Experiment) -> list[str]:
+    """The names of the federated groups."""
+    return [f"group-{index}" for index in range(experiment.groups)]
+
+
+def players(experiment: Experiment) -> list[str]:
+    """The names of the workers that play: actors, or gradient workers."""
+    kind = "gradient" if experiment.shared else "actor"
+    names = [f"{kind}-{index}" for index in range(experiment.actor_count)]
+    if experiment.topology_name == "federated":
+        return [f"{group}/{name}" for group in groups(experiment) for name in names]
+    return names
+
+
+def serve_store(experiment: Experiment, engine: Any, name: str = "store") -> Any:
     """A queue where every item is used once, a replay where it is drawn again."""
     if experiment.replay is None:
-        return engine.serve("store", Queue, experiment.queue * experiment.batch_size)
+        return engine.serve(name, Queue, experiment.queue * experiment.batch_size)
     shape = replay_shape(experiment, envs.spec_of(experiment.environment))
-    return engine.serve("store", Replay, experiment.replay, experiment.batch_size, *shape)
+    return engine.serve(name, Replay, experiment.replay, experiment.batch_size, *shape)
 
 
 def replay_shape(experiment: Experiment, spec: Spec) -> tuple[int, Any]:
@@ -59,22 +113,92 @@ def replay_shape(experiment: Experiment, spec: Spec) -> tuple[int, Any]:
     return getattr(experiment.algorithm.experience, "overlap", 0), stack
 
 
-def actors_and_learner(experiment: Experiment, engine: Any, run: Path, state: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Actors fill a store, a learner takes from it, an evaluator looks on; returns the journal and the weights.
+def start(experiment: Experiment, engine: Any, run: Path, state: Mapping[str, Any]) -> tuple[Any, Any, list[str]]:
+    """Start everyone; returns the journal, the weights, and the workers whose end is the run's.
 
     `state` is that of the checkpoint from which the run goes on, empty at its beginning.
     """
+    return TOPOLOGIES[experiment.topology_name](experiment, engine, run, state)
+
+
+def actors_and_learner(
+    experiment: Experiment, engine: Any, run: Path, state: Mapping[str, Any]
+) -> tuple[Any, Any, list[str]]:
+    """Actors fill a store, a learner takes from it, an evaluator looks on."""
     from shoal.workers.actor import act
     from shoal.workers.evaluator import evaluate
     from shoal.workers.learner import learn
 
     journal = engine.serve("journal", Journal, experiment.evaluation.target, state.get("journal"))
-    parameters = engine.serve("parameters", Parameters)
+    parameters = engine.serve("parameters", Parameters, experiment.weights)
     store = serve_store(experiment, engine)
     checkpoints = engine.serve("checkpoints", Checkpoints, str(run.resolve()), experiment.checkpoints.keep)
     engine.run("learner", learn, experiment, store, parameters, journal, checkpoints)
-    for index in range(experiment.actor_count):
-        engine.run(f"actor-{index}", act, experiment, index, state.get("period", 0), store, parameters, journal)
+    for index, name in enumerate(players(experiment)):
+        engine.run(name, act, experiment, index, state.get("period", 0), store, parameters, journal)
     engine.run("evaluator", evaluate, experiment, parameters, journal, checkpoints)
     engine.run("recorder", record, experiment, run, state.get("steps", 0), journal, engine.report)
-    return journal, parameters
+    return journal, parameters, ["learner", "evaluator"]
+
+
+def gradient_workers(
+    experiment: Experiment, engine: Any, run: Path, state: Mapping[str, Any]
+) -> tuple[Any, Any, list[str]]:
+    """Every worker plays and learns, on one network and one optimizer in shared memory; an evaluator looks on."""
+    from shoal.workers.evaluator import evaluate
+    from shoal.workers.gradient import gradient
+    from shoal.workers.shared import contents
+
+    if not hasattr(engine, "share"):
+        raise SettingsError(f"engine {experiment.engine} has no shared memory, which topology gradient_workers needs")
+    journal = engine.serve("journal", Journal, experiment.evaluation.target, state.get("journal"))
+    parameters = engine.serve("parameters", Parameters)
+    checkpoints = engine.serve("checkpoints", Checkpoints, str(run.resolve()), experiment.checkpoints.keep)
+    store = serve_store(experiment, engine) if experiment.replay else None
+    saved = checkpoints.load(experiment.lockstep)
+    if store is not None and saved is not None:
+        store.restore(saved.get("store", {}))
+    block = engine.share("block", contents(experiment, saved))
+    for index, name in enumerate(players(experiment)):
+        engine.run(name, gradient, experiment, index, block, parameters, journal, checkpoints, store)
+    engine.run("evaluator", evaluate, experiment, parameters, journal, checkpoints)
+    engine.run("recorder", record, experiment, run, state.get("steps", 0), journal, engine.report)
+    return journal, parameters, [players(experiment)[-1], "evaluator"]
+
+
+def federated(experiment: Experiment, engine: Any, run: Path, state: Mapping[str, Any]) -> tuple[Any, Any, list[str]]:
+    """Groups of gradient workers learn apart, each on one machine, and merge their networks now and then."""
+    from shoal.workers.evaluator import evaluate
+    from shoal.workers.federate import oversee
+    from shoal.workers.gradient import gradient
+    from shoal.workers.shared import contents
+
+    if not hasattr(engine, "share"):
+        raise SettingsError(f"engine {experiment.engine} has no shared memory, which topology federated needs")
+    journal = engine.serve("journal", Journal, experiment.evaluation.target, state.get("journal"))
+    parameters = engine.serve("parameters", Parameters, experiment.weights)
+    checkpoints = engine.serve("checkpoints", Checkpoints, str(run.resolve()), experiment.checkpoints.keep)
+    saved = Checkpoints(str(run.resolve()), experiment.checkpoints.keep).load(experiment.lockstep)
+    tree = contents(experiment, saved)
+    weights = {name.removeprefix("net/"): array for name, array in tree.items() if name.startswith("net/")}
+    begun = [int(tree[name].sum()) for name in ("steps", "updates")]
+    averager = engine.serve("averager", Averager, weights, experiment.weights, *begun)
+    engine.run("overseer", oversee, experiment, averager, parameters, journal, checkpoints)
+    for name in ("steps", "updates"):  # each group counts its own
+        tree[name][...] = 0
+    for group in groups(experiment):
+        store = serve_store(experiment, engine, f"{group}/store") if experiment.replay else None
+        block = engine.share(f"{group}/block", tree)
+        for index in range(experiment.actor_count):
+            args = (experiment, index, block, parameters, journal, checkpoints, store, averager, group)
+            engine.run(f"{group}/gradient-{index}", gradient, *args)
+    engine.run("evaluator", evaluate, experiment, parameters, journal, checkpoints)
+    engine.run("recorder", record, experiment, run, state.get("steps", 0), journal, engine.report)
+    return journal, parameters, ["overseer", "evaluator"]
+
+
+TOPOLOGIES = {
+    "actors_and_learner": actors_and_learner,
+    "gradient_workers": gradient_workers,
+    "federated": federated,
+}

@@ -117,10 +117,10 @@ def carry_out(experiment: Experiment, begun: Any, folder: Path, state: Mapping[s
         engine = engines.make(experiment.engine, topology.options(experiment, steps), begun)
         try:
             try:
-                journal, parameters = topology.actors_and_learner(experiment, engine, folder, state)
+                journal, parameters, last = topology.start(experiment, engine, folder, state)
                 with interrupts(lambda reason: journal.stop(reason)):
-                    engine.wait("learner", "evaluator")
-                weights, told, report = parameters.fetch(-1)["weights"], journal.snapshot(), engine.report()
+                    engine.wait(*last)
+                weights, told, report = parameters.weights(), journal.snapshot(), engine.report()
             finally:
                 engine.close()
         except ShoalError as error:

@@ -7,14 +7,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve the others of a busy machine
 
 import hypothesis
 import psutil
 import pytest
 import torch
+
+from shoal import topology
+from shoal.engines.links.greeting import Terms
+from shoal.engines.node import Node, listen
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)  # the same examples every time
@@ -81,3 +87,24 @@ def command(tmp_path: Path) -> Iterator[Any]:
         for stream in (process.stdout, process.stderr):
             assert stream is not None
             stream.close()
+
+
+@pytest.fixture
+def hosted() -> Iterator[Callable[..., dict[str, Any]]]:
+    """The settings that choose an engine; for `cluster`, nodes wait on this machine."""
+    nodes: list[Any] = []
+    addresses: list[str] = []
+
+    def choose(engine: str, machines: int = 1) -> dict[str, Any]:
+        if engine != "cluster":
+            return {"engine": engine}
+        while len(addresses) < machines:
+            nodes.append(Node(1, ("shoal", "tests"), topology.MODULES))
+            gate = listen(nodes[-1], "127.0.0.1:0", Terms("node"))
+            nodes.append(gate)
+            addresses.append(gate.address)
+        return {"engine": engine, "nodes": addresses}
+
+    yield choose
+    for one in nodes:
+        one.close()

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from shoal.core.settings import Schedule, Settings
 from shoal.core.types import Act, Batch, Loss, NStep, Sequence, Spec, Step
+from shoal.engines.inline import Inline
+
+LOCAL = ("inline", "threads", "processes")  # for runs in which it does not matter on which machine anyone lives
 
 
 class Misaligned(Exception):
@@ -153,6 +156,12 @@ class Mixed(gymnasium.Env[Any, Any]):
         self.steps += 1
         reward = float(action == self.symbol)
         return self.show(), reward, False, self.steps == 10, {}
+
+
+class Lone(Inline):
+    """An engine without shared memory."""
+
+    share = property()
 
 
 gymnasium.register("Faulty-v0", entry_point=Faulty)

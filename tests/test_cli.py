@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 import shoal
 from shoal.cli import main
+from shoal.engines.links.certificates import fingerprint
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CARTPOLE = str(CONFIGS / "ppo_cartpole.yaml")
@@ -65,6 +67,9 @@ SLIPS = {
     ("evaluate", "latest"): "there is none in runs/",
     ("list", "algorithm"): "algorithms",
     ("config", CARTPOLE, "checkpoints.kep=2"): "keep",
+    ("node",): "--listen or --join",
+    ("node", "--init", "--folder", "t", "--name", "http://node1"): "neither a host name nor an address",
+    ("node", "--init", "--folder", "t", "--for", "u"): "there is no trust folder t",
 }
 
 
@@ -138,9 +143,39 @@ def test_list_names_what_there_is(shell: Any, what: str | None) -> None:
 def test_help_names_every_command_and_each_has_a_sentence(shell: Any) -> None:
     code, output, _ = shell("--help")
     assert code == 0
-    for name in ("train", "resume", "evaluate", "play", "plot", "config", "list", "doctor"):
+    for name in ("train", "resume", "evaluate", "play", "plot", "config", "list", "node", "doctor"):
         assert name in output
         assert len(shell(name, "--help")[1]) > 200
+
+
+def test_node_makes_trust_for_this_machine_and_for_others(shell: Any, tmp_path: Path) -> None:
+    words = ("node", "--init", "--folder", "trust")
+    code, output, _ = shell(*words, "--name", "node1", "--name", "10.0.0.1")
+    assert code == 0
+    assert f"made {tmp_path}/trust: ca.key, ca.pem, node.key, node.pem, token" in output
+    assert "for node1, 10.0.0.1, localhost, 127.0.0.1, ::1; until " in output
+    assert f"fingerprint: {fingerprint(tmp_path / 'trust' / 'node.pem')}" in output
+    assert "shoal node --init --folder trust --for DIR" in output
+    code, output, _ = shell(*words, "--for", "other", "--name", "node2")
+    assert code == 0
+    assert f"made {tmp_path}/other: ca.pem, node.key, node.pem, token" in output
+    assert f"fingerprint: {fingerprint(tmp_path / 'other' / 'node.pem')}" in output
+    assert "copy this folder to ~/.shoal/trust on the other machine" in output
+    assert (tmp_path / "trust" / "token").read_text() not in output
+    code, _, errors = shell(*words)
+    assert code == 2
+    assert "is there already and nothing in it is overwritten" in errors
+
+
+def test_node_takes_the_name_of_this_machine_and_the_folder_in_the_home(
+    shell: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(socket, "gethostname", lambda: "node7")
+    code, output, _ = shell("node", "--init")
+    assert code == 0
+    assert f"made {tmp_path}/.shoal/trust:" in output
+    assert "for node7, localhost" in output
 
 
 def test_a_folder_holds_what_a_person_looks_for(trained: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import shutil
@@ -17,11 +18,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import shoal
 from shoal.core.errors import SettingsError, ShoalError
-from shoal.engines import ENGINES
 from shoal.runs import checkpoint, directory, metrics
+from tests.programs import LOCAL
 
 ROOT = Path(__file__).parents[1]
-EVERY = pytest.mark.parametrize("engine", [*ENGINES])
 RECURRENT = {"hidden": [16], "lstm": 8, "normalise_observation": True, "normalise_reward": True}
 ALGORITHMS = {
     "impala": {"name": "impala", "batch": 4, "unroll": 10, "network": RECURRENT},
@@ -51,10 +51,20 @@ def outcome(run: shoal.Run) -> dict[str, Any]:
     return {**{key: summary[key] for key in ("weights_sha256", "steps", "updates", "episodes")}, "scores": scores}
 
 
-@EVERY
-@pytest.mark.parametrize("algorithm", [*ALGORITHMS])
-def test_lockstep_goes_on_with_the_same_bits(engine: str, algorithm: str, tmp_path: Path) -> None:
-    whole = shoal.train(settings(algorithm, engine=engine, lockstep=True), tmp_path / "whole")
+PAIRS = [*itertools.product(LOCAL, ALGORITHMS), ("cluster", "impala")]
+PLAIN = [pytest.param(engine, name, {}, id=f"{engine}-{name}") for engine, name in PAIRS]
+CODED = [
+    pytest.param("inline", "impala", {"kind": "int8", "delta": delta}, id=f"inline-impala-int8{'-delta' * delta}")
+    for delta in (False, True)
+]
+
+
+@pytest.mark.parametrize(("engine", "algorithm", "codec"), PLAIN + CODED)
+def test_lockstep_goes_on_with_the_same_bits(
+    hosted: Any, engine: str, algorithm: str, codec: Any, tmp_path: Path
+) -> None:
+    config = settings(algorithm, lockstep=True, weights=codec, **hosted(engine))
+    whole = shoal.train(config, tmp_path / "whole")
     saved = checkpoint.paths(whole.directory)
     assert len(saved) >= 4
     for number in (0, len(saved) // 2):
@@ -80,7 +90,7 @@ def shown(run: Path) -> list[int]:
     return [event.step for event in accumulator.Scalars("learner/lag")]
 
 
-@pytest.mark.parametrize(("algorithm", "lockstep"), [("impala", True), ("ppo", True), ("impala", False)])
+@pytest.mark.parametrize(("algorithm", "lockstep"), [("ppo", True), ("impala", False)])
 def test_stopped_at_random_moments_and_resumed(command: Any, algorithm: str, lockstep: bool, tmp_path: Path) -> None:
     dice = random.Random(f"{algorithm}{lockstep}")
     engine = "inline" if lockstep else "processes"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from shoal.engines import ENGINES
 from shoal.runs import checkpoint
 from shoal.services.journal import Journal
 from shoal.training import fingerprint
+from tests.programs import LOCAL
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
@@ -54,9 +56,9 @@ def newest(run: Path) -> Path:
 
 @EVERY
 @pytest.mark.parametrize("algorithm", ["impala", "ppo"])
-def test_cartpole_is_solved(engine: str, algorithm: str, tmp_path: Path) -> None:
+def test_cartpole_is_solved(hosted: Any, engine: str, algorithm: str, tmp_path: Path) -> None:
     two = {"actors": 2, "envs": 4} if algorithm == "ppo" else {}
-    run = shoal.train(CONFIGS / f"{algorithm}_cartpole.yaml", tmp_path / "run", engine=engine, **two)
+    run = shoal.train(CONFIGS / f"{algorithm}_cartpole.yaml", tmp_path / "run", **hosted(engine), **two)
     assert run.solved
     assert run.summary["last_evaluation"] >= 475  # nothing is scored after the score that ended the run
     written = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -92,7 +94,7 @@ RECURRENT = {"hidden": [16], "lstm": 8, "normalise_observation": True, "normalis
     ],
     ids=["impala-lstm", "ppo-lstm-continuous", "ppo-pong"],
 )
-def test_lockstep_gives_the_same_bits_on_every_engine(algorithm: Any, world: Any, tmp_path: Path) -> None:
+def test_lockstep_gives_the_same_bits_on_every_engine(hosted: Any, algorithm: Any, world: Any, tmp_path: Path) -> None:
     steps = 64 if world["id"].startswith("ALE/") else 1200
     base = {"environment": world, "algorithm": algorithm, "actors": 2, "envs": 2, "steps": steps, "lockstep": True}
     base["threads"] = 1  # several would wait for each other on a busy machine
@@ -101,16 +103,18 @@ def test_lockstep_gives_the_same_bits_on_every_engine(algorithm: Any, world: Any
         if steps == 64
         else {"evaluation": {"episodes": 3, "every": 500}}
     )
-    if steps == 64:
+    some: Any = ENGINES
+    if steps == 64:  # a game takes seconds to start
         world["atari"] = {"max_frames": 400}
+        some = ("inline", "processes")
     runs = {
         (engine, seed): shoal.train(
-            {**base, **quick, "engine": engine, "seed": seed}, tmp_path / f"{engine}{seed}"
+            {**base, **quick, **hosted(engine, machines=2), "seed": seed}, tmp_path / f"{engine}{seed}"
         ).summary
-        for engine, seed in [("inline", 0), ("threads", 0), ("processes", 0), ("inline", 1)]
+        for engine, seed in [*((engine, 0) for engine in some), ("inline", 1)]
     }
     hashes = {key: summary["weights_sha256"] for key, summary in runs.items()}
-    assert hashes["inline", 0] == hashes["threads", 0] == hashes["processes", 0]
+    assert all(hashes[engine, 0] == hashes["inline", 0] for engine in some)
     assert hashes["inline", 0] != hashes["inline", 1]
     assert fingerprint(load_file(newest(tmp_path / "inline1") / "weights.safetensors")) == hashes["inline", 1]
     scores = [[item["mean"] for item in summary["evaluations"]] for key, summary in runs.items() if key[1] == 0]
@@ -118,14 +122,47 @@ def test_lockstep_gives_the_same_bits_on_every_engine(algorithm: Any, world: Any
     assert all(score == scores[0] for score in scores)
 
 
-@EVERY
-@pytest.mark.parametrize("ending", ["termination", "truncation"])
-@pytest.mark.parametrize("kind", ["sequence", "padded", "nstep"])
-def test_time_is_aligned_through_every_engine(engine: str, ending: str, kind: str, tmp_path: Path) -> None:
+def test_lockstep_gives_the_same_bits_on_every_engine_however_weights_travel(hosted: Any, tmp_path: Path) -> None:
+    base = {
+        "environment": {"id": "CartPole-v1"},
+        "algorithm": {"name": "impala", "batch": 4, "unroll": 10, "network": RECURRENT},
+        "actors": 2,
+        "envs": 2,
+        "threads": 1,
+        "steps": 1200,
+        "lockstep": True,
+        "evaluation": {"episodes": 3, "every": 500},
+    }
+    chain = {"kind": "int8", "delta": True, "anchor": 7}
+    runs: list[Any] = [(engine, chain) for engine in ("inline", "processes", "cluster")]
+    runs += [("inline", {}), ("inline", {"delta": True})]
+    told = [
+        shoal.train({**base, **hosted(engine, machines=2), "weights": codec}, tmp_path / str(index)).summary
+        for index, (engine, codec) in enumerate(runs)
+    ]
+    hashes = [summary["weights_sha256"] for summary in told]
+    scores = [[item["mean"] for item in summary["evaluations"]] for summary in told]
+    sent = [summary["metrics"]["weight_megabytes"] for summary in told]
+    for numbers in (hashes, scores, sent):
+        assert all(number == numbers[0] for number in numbers[:-2])
+    assert 0 < sent[0] < sent[-2]
+    assert hashes[-2] == hashes[-1] != hashes[0]  # a float32 delta is exact
+    assert fingerprint(load_file(newest(tmp_path / "0") / "weights.safetensors")) == hashes[0]
+
+
+ENDINGS, KINDS = ("termination", "truncation"), ("sequence", "padded", "nstep")
+CUTS = [(engine, ending, kind) for engine in LOCAL for ending in ENDINGS for kind in KINDS]
+
+
+@pytest.mark.parametrize(
+    ("engine", "ending", "kind"),
+    [*CUTS, ("cluster", "termination", "sequence"), ("cluster", "truncation", "nstep")],  # cut where it is played
+)
+def test_time_is_aligned_through_every_engine(hosted: Any, engine: str, ending: str, kind: str, tmp_path: Path) -> None:
     config = {
         "environment": {"id": "Counting", "arguments": {"length": 5, "ending": ending}},
         "algorithm": {"name": "tests.programs:Checker", "truncates": ending == "truncation", "kind": kind},
-        "engine": engine,
+        **hosted(engine),
         "actors": 2,
         "envs": 2,
         "queue": 4,
@@ -181,10 +218,15 @@ def test_nothing_survives_a_killed_head(training: Any) -> None:
     assert not alive
 
 
-@EVERY
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_one_interrupt_ends_the_run_in_order(training: Any, engine: str, number: int, tmp_path: Path) -> None:
-    process = training("impala_cartpole.yaml", f"engine={engine}", "evaluation.target=null")
+@pytest.mark.parametrize(
+    ("engine", "number"), [*itertools.product(LOCAL, [signal.SIGINT, signal.SIGTERM]), ("cluster", signal.SIGINT)]
+)
+def test_one_interrupt_ends_the_run_in_order(
+    training: Any, hosted: Any, engine: str, number: int, tmp_path: Path
+) -> None:
+    process = training(
+        "impala_cartpole.yaml", "evaluation.target=null", *(f"{key}={value}" for key, value in hosted(engine).items())
+    )
     until_learning(process)
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(number)
@@ -201,9 +243,8 @@ def test_a_budget_that_ends_unsolved_says_so(training: Any) -> None:
     assert "NOT solved" in log
 
 
-@EVERY
-@pytest.mark.parametrize("how", ["raise", "nan"])
-def test_a_faulty_environment_is_restarted_and_counted(engine: str, how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("engine", "how"), [*((engine, "raise") for engine in ENGINES), ("inline", "nan")])
+def test_a_faulty_environment_is_restarted_and_counted(hosted: Any, engine: str, how: str, tmp_path: Path) -> None:
     config = {
         "environment": {
             "id": "tests.programs:Faulty-v0",
@@ -211,7 +252,7 @@ def test_a_faulty_environment_is_restarted_and_counted(engine: str, how: str, tm
             "metrics": {"coins": "last", "speed": "average"},
         },
         "algorithm": {"name": "ppo", "unroll": 16},
-        "engine": engine,
+        **hosted(engine),
         "actors": 1,
         "envs": 2,
         "steps": 1000,
@@ -224,11 +265,11 @@ def test_a_faulty_environment_is_restarted_and_counted(engine: str, how: str, tm
 
 
 @EVERY
-def test_an_environment_that_only_fails_ends_the_run_with_its_report(engine: str, tmp_path: Path) -> None:
+def test_an_environment_that_only_fails_ends_the_run_with_its_report(hosted: Any, engine: str, tmp_path: Path) -> None:
     config = {
         "environment": {"id": "tests.programs:Faulty-v0", "arguments": {"healthy": 3}},
         "algorithm": {"name": "ppo", "unroll": 16},
-        "engine": engine,
+        **hosted(engine),
         "actors": 1,
         "envs": 2,
         "steps": 1000,
@@ -238,12 +279,12 @@ def test_an_environment_that_only_fails_ends_the_run_with_its_report(engine: str
     assert "the simulator crashed" in str(caught.value)
 
 
-@EVERY
-def test_mappings_of_images_vectors_and_symbols_are_learned_from(engine: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", LOCAL)
+def test_mappings_of_images_vectors_and_symbols_are_learned_from(hosted: Any, engine: str, tmp_path: Path) -> None:
     config = {
         "environment": {"id": "tests.programs:Mixed-v0"},
-        "algorithm": {"name": "ppo", "unroll": 16, "lr": 3e-3, "network": {"hidden": [16]}},
-        "engine": engine,
+        "algorithm": {"name": "ppo", "unroll": 16, "lr": 1e-3, "network": {"hidden": [16]}},
+        **hosted(engine),
         "actors": 1,
         "envs": 8,
         "threads": 1,

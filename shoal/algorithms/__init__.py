@@ -8,6 +8,7 @@ from shoal.core import recipe
 from shoal.core.errors import ShoalError, nearest
 
 ALGORITHMS: dict[str, str] = {
+    "a3c": "shoal.algorithms.a3c:A3c",
     "apex_dqn": "shoal.algorithms.apex_dqn:ApexDqn",
     "dqn": "shoal.algorithms.dqn:Dqn",
     "impala": "shoal.algorithms.impala:Impala",

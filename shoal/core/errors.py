@@ -18,6 +18,10 @@ class WireError(ShoalError):
     """A message that is malformed, truncated or too large."""
 
 
+class Diverged(ShoalError):
+    """Weights that do not go on from those held; a whole version mends that."""
+
+
 class Fatal(ShoalError):
     """A failure that restarting a worker would only repeat."""
 
@@ -36,6 +40,10 @@ class ServiceFailed(ShoalError):
 
 class WorkerFailed(ShoalError):
     """A worker ended by an exception or died; carries its traceback."""
+
+
+class Refused(ShoalError):
+    """Another machine is not trusted, or does not fit; the message is one line that may be told to it."""
 
 
 class Stalled(ShoalError):

@@ -7,14 +7,37 @@ services.
 from __future__ import annotations
 
 import importlib
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FunctionType, MethodType
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from pydantic import BaseModel
 
-from shoal.core.errors import ShoalError, nearest
+from shoal.core.errors import Fatal, ShoalError, nearest
+
+# What stands under each kind of a description.
+KINDS: dict[str, Any] = {"settings": str, "name": str, "mapping": dict, "list": list, "service": str, "value": object}
+FURTHER = {"settings": ["fields"]}
+_allowed: tuple[str, ...] | None = None  # packages that paths may name; none: any
+
+
+def allow(packages: Iterable[str] | None) -> None:
+    """From now on, let paths name nothing outside these packages; none: anything. What is closed stays closed."""
+    global _allowed
+    if _allowed is not None:  # or a path to this function would open everything
+        raise Fatal("what may be used on this machine is settled already")
+    _allowed = None if packages is None else tuple(packages)
+
+
+def permit(module: str, packages: Iterable[str] | None = None) -> None:
+    """Refuse a module outside the packages, which are those allowed here if none are given."""
+    packages = _allowed if packages is None else packages
+    if packages is not None and not any(f"{module}.".startswith(f"{package}.") for package in packages):
+        raise Fatal(
+            f"{module} may not be used on this machine, which allows {', '.join(packages)}: "
+            f"if you trust it, start the node with --allow {module.partition('.')[0]}"
+        )
 
 
 @runtime_checkable
@@ -27,7 +50,7 @@ class Standin(Protocol):
 def path_of(target: Any) -> str:
     """Name a module-level function or class as `module:name`."""
     path = f"{target.__module__}:{target.__qualname__}"
-    if "<" in path or target.__module__ == "__main__" or inspect.ismethod(target):  # whose object would be lost
+    if "<" in path or target.__module__ == "__main__" or isinstance(target, MethodType):  # whose object would be lost
         raise ShoalError(f"{path} cannot run in another process: define it at the top of an importable module")
     return path
 
@@ -37,6 +60,7 @@ def find(path: str) -> Any:
     module, _, name = path.partition(":")
     if not (module and name):
         raise ShoalError(f"cannot find {path!r}: write package.module:name")
+    permit(module)
     try:
         target: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -48,7 +72,25 @@ def find(path: str) -> Any:
         if not hasattr(target, part):
             raise ShoalError(f"cannot find {path!r}: {module} has no {part!r}{nearest(part, dir(target))}")
         target = getattr(target, part)
+        if _allowed is not None:  # what a permitted module imported from elsewhere is not its own
+            if not isinstance(target, type | FunctionType):
+                raise Fatal(f"{path} may not be used on this machine: {part!r} in it is neither class nor function")
+            permit(target.__module__)
     return target
+
+
+def inspect(description: Any, packages: Iterable[str]) -> None:
+    """Refuse a description that names anything outside the packages, before anything is imported."""
+    if not isinstance(description, dict) or not description:
+        raise ShoalError(f"a {type(description).__name__} that is no recipe")
+    (kind, value), *rest = description.items()
+    if kind not in KINDS or not isinstance(value, KINDS[kind]) or [key for key, _ in rest] != FURTHER.get(kind, []):
+        raise ShoalError(f"a recipe of no known form: one of {', '.join(KINDS)} is expected, and its value")
+    if kind in ("settings", "name"):
+        permit(value.partition(":")[0], packages)
+    elif kind in ("mapping", "list"):
+        for item in value.values() if kind == "mapping" else value:
+            inspect(item, packages)
 
 
 def describe(value: Any) -> Any:
@@ -82,3 +124,13 @@ def rebuild(description: Any, service: Callable[[str], Any]) -> Any:
     if kind == "service":
         return service(value)
     return value
+
+
+def services_in(description: Any) -> Iterator[str]:
+    """The names of the stand-ins in a wire value."""
+    kind, value = next(iter(description.items()))
+    if kind == "service":
+        yield value
+    elif kind in ("mapping", "list"):
+        for item in value.values() if kind == "mapping" else value:
+            yield from services_in(item)

@@ -158,6 +158,13 @@ class Engine(Protocol):
         """Start a service and return a stand-in that looks like it."""
         ...
 
+    def share(self, name: str, tree: Mapping[str, Array]) -> Any:
+        """Copy arrays into memory that all workers of a node share, and return a stand-in of it.
+
+        A worker that gets the stand-in as an argument sees a mapping of names to arrays, and so does the head.
+        """
+        ...
+
     def run(self, name: str, work: Callable[..., Work], *args: Any) -> None:
         """Start a worker."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import inspect
 import os
 import queue
 import signal
@@ -16,7 +17,8 @@ from typing import Any
 
 from shoal.core.errors import DeadlineExceeded, Fatal, ServiceFailed, ServiceLost, ShoalError, WireError
 from shoal.core.randomness import Randomness, seed_everything
-from shoal.core.recipe import find, rebuild
+from shoal.core.recipe import allow, find, rebuild
+from shoal.engines.block import opened
 from shoal.engines.driving import Activity, Bell, Local, advance, drive, stacks
 from shoal.engines.pipe import Pipe
 
@@ -90,9 +92,11 @@ class Child:
         """Take the first message, which says what to be."""
         self.control = control
         self.start, descriptors = control.receive()
-        self.pipes = {
-            host: Pipe(socket.socket(fileno=fd)) for host, fd in zip(self.start["hosts"], descriptors, strict=True)
-        }
+        allow(self.start["allow"])
+        hosts, blocks = self.start["hosts"], self.start["blocks"]
+        sockets, memory = descriptors[: len(hosts)], descriptors[len(hosts) :]
+        self.pipes = {host: Pipe(socket.socket(fileno=fd)) for host, fd in zip(hosts, sockets, strict=True)}
+        self.blocks = {name: opened(fd, blocks[name]) for name, fd in zip(blocks, memory, strict=True)}
         for pipe in self.pipes.values():
             pipe.set_deadline(self.start["deadline"])
         self.activity = Activity(self.start["name"])
@@ -147,7 +151,9 @@ class Child:
             pass
 
     def find_service(self, name: str) -> Any:
-        """The stand-in of a service, here or elsewhere."""
+        """The arrays of a shared block, or the stand-in of a service, here or elsewhere."""
+        if name in self.blocks:
+            return self.blocks[name]
         if name in self.services:
             return self.services[name]
         pipe = self.pipes[self.start["homes"][name]]
@@ -160,9 +166,9 @@ class Child:
         for name, recipe in self.start["services"].items():
             args = [rebuild(arg, self.find_service) for arg in recipe["args"]]
             with Randomness(recipe["seed"]).active():
-                self.services[name] = Local(name, find(recipe["make"])(*args), self.caller)
+                self.services[name] = Local(name, find_service(recipe["make"])(*args), self.caller)
         self.ready.set()
-        function = find(self.start["work"])
+        function = find_worker(self.start["work"])
         args = [rebuild(arg, self.find_service) for arg in self.start["args"]]
         seed_everything(self.start["seed"])
         work = function(*args)
@@ -184,6 +190,20 @@ class Child:
     def caller(self) -> Activity | None:
         """The worker, where it is the one that calls a service here."""
         return self.activity if threading.current_thread() is threading.main_thread() else None
+
+
+def find_worker(path: str) -> Any:
+    """Import a worker; another function is not called, since it may do anything."""
+    if not inspect.isgeneratorfunction(function := find(path)):
+        raise Fatal(f"{path} is no worker: one is a function that yields")
+    return function
+
+
+def find_service(path: str) -> Any:
+    """Import the class of a service."""
+    if not isinstance(made := find(path), type):
+        raise Fatal(f"{path} is no service: one is made from a class")
+    return made
 
 
 def main(descriptor: int) -> None:

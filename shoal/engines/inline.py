@@ -8,7 +8,8 @@ from typing import Any
 
 from shoal.core.errors import Stalled
 from shoal.core.randomness import Randomness, derive
-from shoal.core.types import Work
+from shoal.core.types import Array, Work
+from shoal.engines.block import private
 from shoal.engines.driving import Activity, Local, advance
 from shoal.engines.options import Options
 
@@ -27,6 +28,10 @@ class Inline:
         """Make a service."""
         with Randomness(derive(self.options.seed, name)).active():
             return Local(name, make(*args), lambda: self._current)
+
+    def share(self, name: str, tree: Mapping[str, Array]) -> Any:
+        """Copy arrays into memory that every worker sees."""
+        return private(tree)
 
     def run(self, name: str, work: Callable[..., Work], *args: Any) -> None:
         """Make a worker."""

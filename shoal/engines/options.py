@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pydantic import Field
+
+from shoal.core.settings import Settings
+
 
 @dataclass(frozen=True)
 class Options:
@@ -20,3 +24,25 @@ class Options:
     deadline: float = 60.0  # seconds for one call to a service
     stall: float = 120.0  # seconds without any movement before the run is given up
     silence: float = 30.0  # seconds without a heartbeat before a worker counts as dead
+    allow: tuple[str, ...] | None = None  # packages from which workers may be made; none: any
+    machines: Machines | None = None  # for engines that span several
+
+
+class Network(Settings):
+    """How the machines of the engine `cluster` find and trust each other."""
+
+    listen: str = Field("", description="Address HOST:PORT at which nodes may join; empty: none may.")
+    trust: str = Field("", description="Folder of certificates and token; empty: none, which loopback only allows.")
+    insecure: bool = Field(False, description="Whether to send plain text off loopback.")
+    here: int = Field(0, ge=0, description="Workers that the head takes itself beside the learner.")
+    away: float = Field(20.0, gt=0, description="Seconds without its node after which a worker moves to another.")
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The machines of an engine that spans several, and what may live there."""
+
+    nodes: tuple[str, ...] = ()  # addresses that the head connects to
+    network: Network = field(default_factory=Network)
+    remote: frozenset[str] | None = None  # workers that may live on nodes; none: all
+    check: tuple[str, list[object], Mapping[str, str]] | None = None  # what both sides must compute alike

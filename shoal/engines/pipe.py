@@ -21,10 +21,10 @@ CHUNK = 1 << 16  # one read takes a whole small message
 DESCRIPTORS = socket.CMSG_SPACE(4 * 64)  # room for what one read may bring
 
 
-def anonymous_file(size: int) -> int:
-    """A file descriptor of shared memory that no directory lists."""
+def anonymous_file(size: int, name: str = "shoal") -> int:
+    """A file descriptor of shared memory that no directory lists; the name is for whoever looks at a process."""
     if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("shoal")
+        descriptor = os.memfd_create(name)
     else:
         with tempfile.TemporaryFile() as file:
             descriptor = os.dup(file.fileno())

@@ -14,18 +14,19 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.core.errors import ServiceLost, ShoalError, Stalled, WireError, WorkerFailed
 from shoal.core.randomness import derive
-from shoal.core.recipe import describe, path_of
-from shoal.core.types import Work
+from shoal.core.recipe import describe, path_of, services_in
+from shoal.core.types import Array, Work
+from shoal.engines.block import Block
 from shoal.engines.child import Remote, answer_calls
 from shoal.engines.driving import Activity, Bell, Local, drive
 from shoal.engines.nursery import STARTING, Nursery
 from shoal.engines.options import Options
 from shoal.engines.pipe import Pipe
+from shoal.engines.worker import Worker, recipe_of
 
 log = logging.getLogger("shoal")
 HEAD = "head"
@@ -33,38 +34,23 @@ SILENT = "gave no sign of life"
 GRACE = 3.0  # seconds a process has to end by itself
 
 
-@dataclass
-class Worker:
-    """A worker as the head sees it."""
-
-    name: str
-    work: str
-    args: list[Any]
-    pid: int = 0
-    control: Pipe | None = None
-    activity: dict[str, Any] = field(default_factory=dict)
-    line: str = "has not started"
-    heard: float = 0.0
-    started: float = 0.0
-    restarts: int = 0
-    again_at: float = 0.0
-    ready: bool = False
-    ended: bool = False
-    failure: str = ""
-    fatal: bool = False
-    answer: Any = None
-
-
 class Processes:
     """Workers are processes; a dead one is heard, reported and, where allowed, started again."""
 
-    def __init__(self, options: Options, nursery: Nursery | None = None) -> None:
-        """Begin with nothing running, but for a nursery that loads libraries."""
+    def __init__(
+        self,
+        options: Options,
+        nursery: Nursery | None = None,
+        services: Callable[[str], Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Begin with nothing running, but for a nursery; `services` are those of the head as one caller sees them."""
         self.options = options
+        self.services = services or (lambda caller: self.local)
         self._nursery = nursery or Nursery()
         self.workers: dict[str, Worker] = {}
         self.placed: dict[str, dict[str, Any]] = {}  # worker → services to make there
         self.local: dict[str, Local] = {}
+        self.blocks: dict[str, Block] = {}
         self.restarts: dict[str, int] = {}
         self._early: dict[str, list[Any]] = {}  # sockets for a process that is not there yet
         self._observers: dict[str, tuple[threading.Thread, Activity]] = {}
@@ -88,13 +74,19 @@ class Processes:
         if home == HEAD:
             self.local[name] = Local(name, make(*args), lambda: None)
             return self.local[name]
-        recipe = {
-            "make": path_of(make),
-            "args": [describe(arg) for arg in args],
-            "seed": derive(self.options.seed, name),
-        }
-        self.placed.setdefault(home, {})[name] = recipe
-        return Remote(name, lambda: self._call_into(home), Activity(HEAD))
+        self.placed.setdefault(home, {})[name] = recipe_of(make, args, derive(self.options.seed, name))
+        return self.standin(name)
+
+    def standin(self, name: str) -> Any:
+        """A new stand-in for a service, for one thread of the head."""
+        if name in self.local:
+            return self.local[name]
+        return Remote(name, lambda: self._call_into(self.options.homes[name]), Activity(HEAD))
+
+    def share(self, name: str, tree: Mapping[str, Array]) -> Any:
+        """Copy arrays into memory that is handed to every worker which names it in its arguments."""
+        self.blocks[name] = Block(name, tree)
+        return self.blocks[name]
 
     def run(self, name: str, work: Callable[..., Work], *args: Any) -> None:
         """Start a worker in a process of its own; an observer in a thread of the head."""
@@ -104,7 +96,11 @@ class Processes:
             self._observers[name] = thread, activity
             thread.start()
             return
-        self.workers[name] = Worker(name, path_of(work), [describe(arg) for arg in args])
+        self.add(name, path_of(work), [describe(arg) for arg in args])
+
+    def add(self, name: str, work: str, args: list[Any]) -> None:
+        """Start a worker that is described by the path of its function and by recipes of its arguments."""
+        self.workers[name] = Worker(name, work, args)
         self._launch(self.workers[name])
 
     def _observe(self, work: Work, activity: Activity) -> None:
@@ -129,19 +125,26 @@ class Processes:
         worker.line = f"{worker.name}: is starting"
         homes = {name: self.options.homes.get(name, HEAD) for name in [*self.local, *self.options.homes]}
         hosts = sorted(set(homes.values()) - {worker.name})
-        ends = [self._connect(host) for host in hosts]
+        ends = [self._connect(host, worker.name) for host in hosts]
+        services = self.placed.get(worker.name, {})
+        given = [*worker.args, *(arg for recipe in services.values() for arg in recipe["args"])]
+        wanted = {name for arg in given for name in services_in(arg)}
+        blocks = [block for name, block in self.blocks.items() if name in wanted]
         start = {
             "name": worker.name,
             "work": worker.work,
             "args": worker.args,
-            "services": self.placed.get(worker.name, {}),
+            "services": services,
+            "blocks": {block._service: block.layout for block in blocks},
             "homes": homes,
             "hosts": hosts,
             "seed": self._seed(worker.name),
             "lockstep": self.options.lockstep,
             "deadline": self.options.deadline,
+            "allow": None if self.options.allow is None else [*self.options.allow],
         }
-        worker.control.send(start, tuple(end.fileno() for end in ends))
+        descriptors = [*(end.fileno() for end in ends), *(block.descriptor for block in blocks)]
+        worker.control.send(start, tuple(descriptors))
         for end in ends:
             end.close()
         for end in self._early.pop(worker.name, []):
@@ -153,13 +156,13 @@ class Processes:
         lives = self.restarts.get(name, 0)
         return derive(self.options.seed, name, lives) if lives else derive(self.options.seed, name)
 
-    def _connect(self, host: str) -> Any:
+    def _connect(self, host: str, caller: str) -> Any:
         """Return a socket whose other end is answered by the host."""
         pipe, end = Pipe.pair()
         if host == HEAD:
             thread = threading.Thread(
                 target=answer_calls,
-                args=(pipe, self.local, self._ready, self._bell),
+                args=(pipe, self.services(caller), self._ready, self._bell),
                 name="calls",
                 daemon=True,
             )
@@ -180,7 +183,7 @@ class Processes:
         end.close()
 
     def _call_into(self, host: str) -> Pipe:
-        pipe = Pipe(self._connect(host))
+        pipe = Pipe(self._connect(host, HEAD))
         pipe.set_deadline(self.options.deadline)
         self._pipes.append(pipe)
         return pipe
@@ -190,32 +193,47 @@ class Processes:
         moved_at, before = time.monotonic(), -1
         while any(not self.workers[name].ended for name in names):
             if self.options.lockstep:
-                self._give_turns()
+                for name in [*self.workers]:
+                    self.turn(name)
             else:
-                self._listen(0.05)
-            if self._failure:
-                raise self._failure
-            now = time.monotonic()
-            for worker in self.workers.values():
-                self._check(worker, now)
-            moves = sum(worker.activity.get("moves", 0) + worker.ended for worker in self.workers.values())
-            if moves != before or any(self._starting(worker, now) for worker in self.workers.values()):
+                self.watch(0.05)
+            moves, now = self.moves(), time.monotonic()
+            if moves != before or self.starting():
                 moved_at, before = now, moves
             elif now - moved_at > self.options.stall:
-                raise Stalled(self._standstill())
+                raise Stalled(self.standstill())
+
+    def watch(self, seconds: float) -> None:
+        """Take in what the workers say for a while, and see to those that died."""
+        self._listen(seconds)
+        self._tend()
+
+    def _tend(self) -> None:
+        if self._failure:
+            raise self._failure
+        now = time.monotonic()
+        for worker in self.workers.values():
+            self._check(worker, now)
+
+    def moves(self) -> int:
+        """Units of work done so far, by all workers together."""
+        return sum(worker.activity.get("moves", 0) + worker.ended for worker in self.workers.values())
+
+    def starting(self) -> bool:
+        """Whether any worker is about to start."""
+        now = time.monotonic()
+        return any(self._starting(worker, now) for worker in [*self.workers.values()])
 
     def _starting(self, worker: Worker, now: float) -> bool:
         """Whether a worker is about to start or loads its libraries, within reason."""
         return bool(worker.again_at) or (not worker.ready and now - worker.started < STARTING)
 
-    def _give_turns(self) -> None:
-        """Let every worker take one turn, in order."""
-        for worker in self.workers.values():
-            if worker.ended or worker.control is None:
-                continue
+    def turn(self, name: str) -> None:
+        """Let one worker take its turn under lockstep."""
+        worker = self.workers[name]
+        if not worker.ended and worker.control is not None:
             self._ask(worker, "next", self.options.stall)
-            if worker.failure:
-                return
+        self._tend()
 
     def _ask(self, worker: Worker, question: str, seconds: float) -> Any:
         """Send a question down the control pipe and wait for its answer, or for the worker's end."""
@@ -228,7 +246,7 @@ class Processes:
         while worker.answer is None and not worker.ended and not worker.failure:
             if time.monotonic() > limit:
                 if question == "next":
-                    raise Stalled(self._standstill())
+                    raise Stalled(self.standstill())
                 return None
             self._listen(0.05)
         return worker.answer
@@ -301,7 +319,8 @@ class Processes:
                 self.restarts[worker.name] = self.restarts.get(worker.name, 0) + 1
                 worker.again_at = host.again_at
 
-    def _standstill(self) -> str:
+    def standstill(self) -> str:
+        """Who stands where, with stacks, when nothing moves."""
         lines: list[str] = []
         parts: list[str] = []
         for worker in self.workers.values():
@@ -318,7 +337,7 @@ class Processes:
                 "restarts": self.restarts.get(name, 0),
                 "pid": worker.pid,
             }
-            for name, worker in self.workers.items()
+            for name, worker in [*self.workers.items()]  # which a node asks for while it starts more
         }
 
     def _end_process(self, worker: Worker, grace: float) -> int:
@@ -336,6 +355,14 @@ class Processes:
             worker.control.close()
             worker.control = None
         return -signal.SIGKILL if code is None else code
+
+    def drop(self, name: str) -> None:
+        """End one worker and forget it."""
+        worker = self.workers.pop(name)
+        if worker.control is not None:
+            with suppress(ShoalError):
+                worker.control.send(["stop"])
+            self._end_process(worker, GRACE)
 
     def close(self) -> None:
         """End every process and thread, first by asking."""
@@ -357,5 +384,8 @@ class Processes:
             end.close()
         for thread in [*self._threads, *(thread for thread, _ in self._observers.values())]:
             thread.join(timeout=GRACE)
+        for block in self.blocks.values():
+            block.close()
+        self.blocks.clear()
         self._selector.close()
         self._nursery.close()

@@ -9,7 +9,8 @@ from typing import Any
 
 from shoal.core.errors import Stalled
 from shoal.core.randomness import Randomness, derive, seed_everything
-from shoal.core.types import Work
+from shoal.core.types import Array, Work
+from shoal.engines.block import private
 from shoal.engines.driving import Activity, Bell, Local, advance, drive, stacks
 from shoal.engines.options import Options
 
@@ -35,6 +36,10 @@ class Threads:
         """Make a service."""
         with Randomness(derive(self.options.seed, name)).active():
             return Local(name, make(*args), lambda: getattr(self._here, "activity", None))
+
+    def share(self, name: str, tree: Mapping[str, Array]) -> Any:
+        """Copy arrays into memory that every worker sees."""
+        return private(tree)
 
     def run(self, name: str, work: Callable[..., Work], *args: Any) -> None:
         """Start a worker in a thread of its own."""

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from shoal.core.errors import Fatal
+from shoal.core.recipe import permit
 from shoal.core.types import ActionSpec, Array, ArraySpec
 
 Write: TypeAlias = Callable[[Any, int, Any], None]  # (arrays [B, ...], row, value of the space)
@@ -27,6 +28,8 @@ def create(id: str, arguments: Mapping[str, Any], render: bool = False) -> Any:
     """Make a single environment; what is wrong with an id is said with what would be right."""
     import gymnasium
 
+    if module := id.rpartition(":")[0]:
+        permit(module)  # since making it imports it
     with explained(id):
         if render:
             return _create_drawn(id, arguments)
@@ -40,6 +43,7 @@ def check(id: str) -> None:
     module, _, name = id.rpartition(":")
     with explained(id):
         if module:
+            permit(module)
             importlib.import_module(module)
         gymnasium.spec(name)
 

@@ -36,15 +36,18 @@ def bars(values: Array) -> Array:
 class Catch:
     """Move a paddle under a falling ball: +1 for catching it, -1 for missing it.
 
-    The board and its rules are those of bsuite, arXiv:1908.03568.
+    The board and its rules are those of bsuite, arXiv:1908.03568; with `pixels` it is a picture of so many by so many.
     """
 
     metadata = METADATA
 
-    def __init__(self, rows: int = 10, columns: int = 5) -> None:
+    def __init__(self, rows: int = 10, columns: int = 5, pixels: int = 0) -> None:
         from gymnasium import spaces
 
-        self.observation_space = spaces.Box(0.0, 1.0, (rows * columns,), np.float32)
+        shape, picture = (rows * columns,), (1, pixels, pixels)
+        plain, painted = spaces.Box(0.0, 1.0, shape, np.float32), spaces.Box(0, 255, picture, np.uint8)
+        self.observation_space = painted if pixels else plain
+        self._pixels = pixels
         self.action_space = spaces.Discrete(3)  # left, stay, right
         self._rows, self._columns = rows, columns
         self._random = np.random.default_rng()
@@ -79,7 +82,10 @@ class Catch:
         board = np.zeros((self._rows, self._columns), np.float32)
         board[self._ball[0], self._ball[1]] = 1.0
         board[-1, self._paddle] = 1.0
-        return board.ravel()
+        if not self._pixels:
+            return board.ravel()
+        row, column = (np.arange(self._pixels) * cells // self._pixels for cells in board.shape)
+        return (255 * board[row][:, column]).astype(np.uint8)[None]
 
 
 class Identity:

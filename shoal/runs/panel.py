@@ -7,7 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from types import TracebackType
 from typing import Any, Final, Self, TypeAlias
 
@@ -215,7 +215,7 @@ def problem(view: Mapping[str, Any], width: int) -> Text:
 
 
 def workers(states: Mapping[str, Mapping[str, Any]], width: int, listed: int) -> list[Text]:
-    """A line per worker: the share of its time that it computes and what it waits for most; none listed: no table.
+    """A line per worker and node: the share of its time that it computes and what it waits for; none listed: no table.
 
     Kinds with more than `listed` members are summed up in one line each.
     """
@@ -223,13 +223,18 @@ def workers(states: Mapping[str, Mapping[str, Any]], width: int, listed: int) ->
         return []
     kinds: dict[str, list[str]] = {}
     for name in states:
-        kinds.setdefault(re.sub(r"\W?\d+$", "", name) or name, []).append(name)
+        kinds.setdefault(re.sub(r"\W?\d+(?=/|$)", "", name) or name, []).append(name)
     rows: list[tuple[str, list[Mapping[str, Any]]]] = []
     for kind, names in kinds.items():
         if len(names) > listed:
             rows.append((f"{len(names)} {kind}s", [states[name] for name in names]))
         else:
             rows.extend((name, [states[name]]) for name in names)
+    nodes: dict[str, list[Mapping[str, Any]]] = {}
+    for state in states.values():
+        if node := state.get("node"):
+            nodes.setdefault(f"on {node}", []).append(state)
+    rows += nodes.items() if len(nodes) <= listed else [(f"{len(nodes)} nodes", [*chain(*nodes.values())])]
     first = max(len("worker"), min(max(len(name) for name, _ in rows), width // 4))
     heads = ("works", "waits for") if width < NARROW else ("computing, % of time", "")
     lines = [fit(Text(f"{'worker':<{first}}{' ' * GAP}{heads[0]}{' ' * GAP}{heads[1]}", LABEL), width)]
@@ -248,9 +253,12 @@ def worker(name: str, members: Sequence[Mapping[str, Any]], first: int, width: i
     else:
         computing = Text(percent(mean)) if narrow else gauge(mean, BAR)
     again = f"{count(restarts)} restart{'s' if restarts != 1 else ''}, " if restarts and not narrow else ""
+    again += "away, " if any(state.get("away") for state in members) else ""
+    rate = sum(state.get("moves_per_s") or 0.0 for state in members)
+    elsewhere = f"{figure(rate)} moves/s, " if members[0].get("node") and not narrow else ""
     line = Text.assemble(fit(Text(plain(name)), first), " " * GAP, computing, " " * GAP)
     if width - line.cell_len >= 12:  # below this, no name could be read
-        line.append(again, BAD).append(longest_wait(members, narrow))
+        line.append(again, BAD).append(elsewhere).append(longest_wait(members, narrow))
     return fit(line, width)
 
 

@@ -155,7 +155,7 @@ class Recorder:
 
 
 def shares(now: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What share of its time a worker computes or waits, of all its time or since an earlier report."""
+    """A worker's moves per second, and what share of its time it computes or waits, in all or since a report."""
     if before is None or now.get("seconds", 0) <= before.get("seconds", 0):  # the latter: it was started again
         before = {}
     total = max(now.get("seconds", 0) - before.get("seconds", 0), 1e-9)
@@ -163,6 +163,7 @@ def shares(now: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> d
     waits = {name: (spent - earlier.get(name, 0)) / total for name, spent in now.get("waits", {}).items()}
     return {
         **{key: value for key, value in now.items() if key not in ("waits", "working")},
+        "moves_per_s": round((now.get("moves", 0) - before.get("moves", 0)) / total, 2),
         "working": round((now.get("working", 0) - before.get("working", 0)) / total, 4),
         "waits": {name: round(share, 4) for name, share in waits.items()},
     }

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.tree import map_tree
+from shoal.core.codec import Codec, Sender
+from shoal.core.tree import map_tree, size_of
 from shoal.core.types import Array, Tree
 
 
@@ -17,31 +18,53 @@ def in_order(array: Array) -> Array:
 
 
 class Parameters:
-    """Holds one version of the weights: the newest."""
+    """Holds one version of the weights, the newest, and counts what it hands out."""
 
-    def __init__(self) -> None:
-        """Begin with none."""
+    def __init__(self, codec: Codec | None = None) -> None:
+        """Begin with none; the codec says how weights are handed out, without one as they are."""
         self.newest: dict[str, Any] | None = None
+        self.sender = None if codec is None or codec.plain else Sender(codec)
+        self.fetches = self.bytes = 0
 
-    def publish(self, version: int, steps: int, period: int, final: bool, weights: Tree) -> None:
-        """Replace the weights; they are copied, since the learner goes on changing its own.
+    def publish(self, version: int, steps: int, period: int, final: bool, weights: Tree) -> int:
+        """Replace the weights, and return the bytes handed out so far; the learner may go on changing its own.
 
         A new period asks everyone to begin afresh, which makes the checkpoint before it a point to go on from exactly.
         """
-        self.newest = {
-            "version": version,
-            "steps": steps,
-            "period": period,
-            "final": final,
-            "weights": map_tree(in_order, weights),
-        }
+        # Going on from a checkpoint begins with exact weights, so a period does. The last ones are there to stay.
+        exact = final or self.newest is None or self.newest["period"] != period
+        self.newest = {"version": version, "steps": steps, "period": period, "final": final}
+        if self.sender is None:
+            self.newest["weights"] = map_tree(in_order, weights)
+        else:
+            self.sender.publish(version, weights, exact)
+        return self.bytes
 
     def fetch(self, newer_than: int) -> Mapping[str, Any] | None:
-        """The weights with their version and the steps they were trained for; None: nothing newer."""
+        """The weights with their version and the steps they were trained for; None: nothing newer.
+
+        Where a codec is at work they are a message for its receiver, which holds `newer_than`, or nothing: -1.
+        """
         if self.newest is None or (self.newest["version"] <= newer_than):
             return None
-        return self.newest
+        self.fetches += 1
+        if self.sender is None:
+            self.bytes += size_of(self.newest["weights"])
+            return self.newest
+        message = self.sender.message(newer_than)
+        self.bytes += sum(link.nbytes for link in message["links"])
+        return {**self.newest, "message": message}
+
+    def weights(self) -> Tree:
+        """The newest weights as everyone holds who fetched them; the final ones are exact."""
+        if self.sender is None:
+            assert self.newest is not None
+            return self.newest["weights"]  # type: ignore[no-any-return]
+        return self.sender.weights()
 
     def status(self) -> Mapping[str, Any] | None:
-        """What `fetch` would bring, without the weights."""
-        return self.newest and {key: value for key, value in self.newest.items() if key != "weights"}
+        """What `fetch` would bring, without the weights, and how much it has brought so far."""
+        if self.newest is None:
+            return None
+        known = {key: value for key, value in self.newest.items() if key != "weights"}
+        return {**known, "fetches": self.fetches, "bytes": self.bytes}

@@ -61,15 +61,19 @@ class Replay:
         self.steps += self._fresh(np.asarray(items["first"]))
         return True
 
-    def get(self, size: int, oldest: int = 0, beta: float = 1.0) -> Mapping[str, Tree] | None:
-        """Draw a batch with importance weights that are at most 1; None: too few yet, or the actors are behind."""
+    def get(self, size: int, oldest: int = 0, beta: float = 1.0, seed: int | None = None) -> Mapping[str, Tree] | None:
+        """Draw a batch with importance weights that are at most 1; None: too few yet, or the actors are behind.
+
+        Where several workers draw, each brings a seed: those of a process of its own would depend on where that is.
+        """
         if self.filled < self.settings.minimum or self._ahead() - size < -self._slack():
             return None
+        dice = np.random if seed is None else np.random.RandomState(seed)
         if self.settings.alpha == 0:
-            slots = np.random.randint(self.inserted - self.filled, self.inserted, size) % self.capacity
+            slots = dice.randint(self.inserted - self.filled, self.inserted, size) % self.capacity
             weight = np.ones(size, np.float32)
         else:
-            slots = self.sums.draw(size)
+            slots = self.sums.draw(size, dice)
             chance = self.sums.get(slots) / self.sums.total()
             rare = (self.filled * chance) ** -beta  # arXiv:1511.05952, section 3.4
             weight = (rare / rare.max()).astype(np.float32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from shoal.core.types import Array
@@ -35,10 +37,10 @@ class Sums:
         """The sum of all."""
         return float(self.tops.sum())
 
-    def draw(self, size: int) -> Array:
+    def draw(self, size: int, dice: Any = np.random) -> Array:
         """Draw in proportion to the numbers, one from each of `size` equal parts of the total (stratified)."""
         ends = self.tops.cumsum()
-        place = (np.arange(size) + np.random.random_sample(size)) * (ends[-1] / size)
+        place = (np.arange(size) + dice.random_sample(size)) * (ends[-1] / size)
         top = np.minimum(ends.searchsorted(place, side="right"), len(ends) - 1)
         block, place = _within(self.blocks, top, place - ends[top] + self.tops[top])
         index, _ = _within(self.values, block, place)

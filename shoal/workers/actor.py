@@ -10,10 +10,9 @@ import torch
 from shoal import envs
 from shoal.core.randomness import derive, seed_everything
 from shoal.core.settings import at
-from shoal.core.tree import to_numpy, to_torch
-from shoal.core.types import Step, Work
-from shoal.workers import packing
+from shoal.core.types import Work
 from shoal.workers.policy import Follower
+from shoal.workers.stream import Stream
 
 
 def act(experiment: Any, index: int, period: int, store: Any, parameters: Any, journal: Any) -> Work:
@@ -38,13 +37,8 @@ def fill(
     experiment: Any, index: int, worlds: envs.Worlds, policy: Follower, store: Any, parameters: Any, journal: Any
 ) -> Work:
     """Act until a new period begins."""
-    algorithm, size = experiment.algorithm, worlds.size
-    # Each environment of each actor has its place between 0 and 1, from which exploration is derived.
-    places = np.arange(index * size, (index + 1) * size) / max(experiment.actor_count * size - 1, 1)
-    rank = torch.as_tensor(places, dtype=torch.float32, device=policy.device)
-    packer = packing.make(algorithm.experience, size)
-    chunk = packing.Chunk(experiment.chunk)
-    step, carry, puts = worlds.reset(), algorithm.begin(policy.net, size), 0
+    algorithm, puts = experiment.algorithm, 0
+    stream = Stream(experiment, index, worlds, policy.net, policy.device)
     while policy.version < 0 and not policy.follow(parameters):
         yield False
 
@@ -52,25 +46,19 @@ def fill(
         return bool(experiment.lockstep and parameters.status()["period"] != policy.period)
 
     while True:
-        if (items := chunk.add(packer.observe(step))) is not None:
-            priority = policy.judge(algorithm, items) if experiment.judged_by_actors else None
-            while not store.put(items, priority):
-                yield False
-                if over():
-                    return
-            choices = algorithm.choices(carry) if hasattr(algorithm, "choices") else []
-            journal.acted([list(episode) for episode in worlds.episodes()], worlds.faults(), choices)
-            puts += 1
-            yield True
-            if puts % experiment.refresh == 0:
-                while not over() and not policy.follow(parameters) and algorithm.max_lag == 0:
-                    yield False
+        if (items := stream.act(algorithm, policy.version)) is None:
+            continue
+        priority = policy.judge(algorithm, items) if experiment.judged_by_actors else None
+        while not store.put(items, priority):
+            yield False
             if over():
                 return
-            algorithm = at(experiment.algorithm, policy.steps / experiment.steps)
-        torch.set_num_threads(1)  # again, since workers of one process share the number
-        with torch.inference_mode():
-            choice = algorithm.act(policy.net, Step(*(to_torch(part, policy.device) for part in step)), carry, rank)
-        carry, action = choice.carry, choice.action.cpu().numpy()
-        packer.choose(action, to_numpy(choice.record), policy.version)
-        step = worlds.step(action)
+        stream.report(algorithm, journal)
+        puts += 1
+        yield True
+        if puts % experiment.refresh == 0:
+            while not over() and not policy.follow(parameters) and algorithm.max_lag == 0:
+                yield False
+        if over():
+            return
+        algorithm = at(experiment.algorithm, policy.steps / experiment.steps)

@@ -49,7 +49,7 @@ def learn(experiment: Any, store: Any, parameters: Any, journal: Any, checkpoint
     reports = Reports(journal, lockstep)
     count = Count(store, now.steps)
     every = experiment.replay.publish if experiment.replay else 1
-    parameters.publish(now.version, now.steps, now.period, False, model.weights())
+    sent = parameters.publish(now.version, now.steps, now.period, False, model.weights())
     yield True
     stop, asked, published = False, time.monotonic(), now.version
     done = now.steps >= experiment.steps
@@ -70,6 +70,7 @@ def learn(experiment: Any, store: Any, parameters: Any, journal: Any, checkpoint
             "lag": float((now.version - batch.version).mean()),
             "lr": present.lr.now,
             "queue": status["filled"] / status["capacity"],
+            "weight_megabytes": sent / 1e6,
         }
         priority, updates, numbers = model.update(present, batch, now.updates)
         now.steps = count.learned(status, now.steps, batch)
@@ -84,7 +85,7 @@ def learn(experiment: Any, store: Any, parameters: Any, journal: Any, checkpoint
                 seed_everything(derive(own, now.period))
                 published = now.version - every
         if now.version - published >= every and not done and not stop:
-            parameters.publish(now.version, now.steps, now.period, False, model.weights())
+            sent = parameters.publish(now.version, now.steps, now.period, False, model.weights())
             published = now.version
         yield True
     saver.save(checkpoints, store, journal, now, model, scheduled=False)
@@ -187,14 +188,14 @@ class Saver:
         late = not self.exact and time.monotonic() - self.saved > LONGEST
         return late or steps - self.last >= self.interval
 
-    def save(self, checkpoints: Any, store: Any, journal: Any, now: Progress, model: Model, scheduled: bool) -> None:
+    def save(self, checkpoints: Any, store: Any, journal: Any, now: Progress, model: Any, scheduled: bool) -> None:
         """Save, unless nothing was learned since the last time; under lockstep a scheduled one opens a new period."""
         if now.steps > self.last:
             now.period += scheduled and self.exact
             content = capture(model.net, model.optimizer)
             if model.every:
                 content["target"] = to_numpy(model.target.state_dict())
-            if self.keep:
+            if self.keep and store is not None:
                 content["store"] = store.settle()
             state = {**asdict(now), "scheduled": scheduled, "journal": journal.state()}
             journal.saved(now.steps, checkpoints.save({**content, "state": state}))

@@ -178,3 +178,34 @@ def starts_a_child(shelf: Any) -> Work:
 def slow_start(shelf: Any) -> Work:
     time.monotonic()
     yield True
+
+
+def write_block(block: Any, index: int, value: float) -> Work:
+    """Write one's own cell, then wait until every cell is written, and sum them up in another array."""
+    block["cells"][index] = value
+    while not block["cells"].all():
+        yield False
+    block["sums"][index] = block["cells"].sum()
+    yield True
+
+
+def watch_block(shelf: Any, block: Any) -> Work:
+    """Say the process and the mapping of the block in it, then count in it without end."""
+    with open("/proc/self/maps") as file:
+        inodes = [int(line.split()[4]) for line in file if "/memfd:shoal numbers" in line]
+    shelf.append("block pids", os.getpid())
+    shelf.append("inodes", inodes)
+    shelf.append("found", float(block["count"]))
+    while True:
+        block["count"] += 1
+        yield True
+
+
+class Reader:
+    """Reads a block wherever it lives."""
+
+    def __init__(self, block: Any) -> None:
+        self.block = block
+
+    def read(self, name: str) -> Any:
+        return self.block[name].copy()

@@ -16,6 +16,9 @@ import pytest
 
 from shoal.core.errors import DeadlineExceeded, ShoalError, Stalled, WorkerFailed
 from shoal.engines import ENGINES, Options, make
+from shoal.engines.links.greeting import Terms
+from shoal.engines.node import Node, listen
+from shoal.engines.options import Machines
 from shoal.services.queue import Queue
 from tests.engines import programs
 
@@ -26,14 +29,20 @@ EVERY = pytest.mark.parametrize("name", [*ENGINES])
 def build() -> Iterator[Any]:
     """Make engines that are closed whatever happens."""
     made: list[Any] = []
+    machines: list[Any] = []
 
     def build(name: str, **options: Any) -> Any:
+        if name == "cluster":
+            node = Node(2, ("shoal", "tests"))
+            gate = listen(node, "127.0.0.1:0", Terms("node"))
+            machines.extend([gate, node])
+            options["machines"] = Machines(nodes=(gate.address,))
         made.append(make(name, Options(**{"stall": 20.0, "deadline": 20.0, **options})))
         return made[-1]
 
     yield build
-    for engine in made:
-        engine.close()
+    for one in [*made, *machines]:
+        one.close()
 
 
 @EVERY
@@ -114,7 +123,7 @@ def test_placement_decides_the_process_of_a_service(build: Any, name: str) -> No
     here, there = engine.serve("here", programs.Shelf), engine.serve("there", programs.Shelf)
     engine.run("host", programs.idle)
     assert here.pid() == os.getpid()
-    assert (there.pid() != os.getpid()) == (name == "processes")
+    assert (there.pid() != os.getpid()) == (name in ("processes", "cluster"))
 
 
 @EVERY
@@ -181,6 +190,43 @@ def test_lockstep_takes_turns_with_randomness_of_ones_own(build: Any, name: str)
     assert shelf.drawn() == other.drawn()
 
 
+@pytest.mark.parametrize("name", [name for name in ENGINES if name != "cluster"])
+def test_what_one_writes_into_a_shared_block_all_others_see(build: Any, name: str) -> None:
+    engine = build(name, homes={"reader": "a"})
+    if not hasattr(engine, "share"):
+        pytest.skip(f"{name} has no shared memory, which an engine may do without")
+    given = {
+        "odd": np.array(3, np.uint8),
+        "cells": np.zeros(3, np.float32),
+        "sums": np.zeros(3, np.float64),
+        "none": np.zeros((0, 2), np.int64),
+    }
+    block = engine.share("numbers", given)
+    reader = engine.serve("reader", programs.Reader, block)
+    for index, worker in enumerate("ab"):
+        engine.run(worker, programs.write_block, block, index, 1.5)
+    block["cells"][2] = 4.0  # the head is one of them
+    engine.wait("a", "b")
+    np.testing.assert_array_equal(block["sums"], [7.0, 7.0, 0.0])
+    np.testing.assert_array_equal(reader.read("cells"), [1.5, 1.5, 4.0])  # so is a service, wherever it lives
+    assert not given["cells"].any()  # a copy was taken
+    assert {*block} == {*given}
+    for key, array in given.items():
+        assert (block[key].dtype, block[key].shape) == (array.dtype, array.shape)
+        assert block[key].ctypes.data % 64 == 0
+    assert block["odd"] == 3
+
+
+def test_workers_of_a_group_share_a_block_on_their_node(build: Any) -> None:
+    engine = build("cluster", homes={"reader": "group/a"})
+    block = engine.share("group/numbers", {"cells": np.zeros(2, np.float32), "sums": np.zeros(2, np.float64)})
+    reader = engine.serve("reader", programs.Reader, block)
+    for index, worker in enumerate("ab"):
+        engine.run(f"group/{worker}", programs.write_block, block, index, 1.5)
+    engine.wait("group/a", "group/b")
+    np.testing.assert_array_equal(reader.read("cells"), [1.5, 1.5])
+
+
 @EVERY
 def test_reports_say_where_the_time_went(build: Any, name: str) -> None:
     engine = build(name)
@@ -222,6 +268,31 @@ def test_a_killed_worker_is_started_again_and_the_run_goes_on(build: Any) -> Non
     assert first != second
     assert not psutil.pid_exists(first)
     assert engine.report()["victim"]["restarts"] == 1
+
+
+def test_a_shared_block_is_there_once_and_outlives_a_worker(build: Any) -> None:
+    engine = build("processes", restartable=frozenset({"one", "two"}))
+    shelf = engine.serve("shelf", programs.Shelf)
+    block = engine.share("numbers", {"count": np.zeros(()), "room": np.zeros(1 << 20)})
+    engine.run("one", programs.watch_block, shelf, block)
+    engine.run("killer", programs.kill_once, shelf, "block pids")
+    engine.run("two", programs.watch_block, shelf, block)
+    engine.run("last", programs.until_longer, shelf, "inodes", 3)
+    engine.wait("last")
+    (inode,) = {inode for found in shelf.get("inodes") for inode in found}  # one file behind all three mappings
+    assert inode == os.fstat(block.descriptor).st_ino
+    assert [len(found) for found in shelf.get("inodes")] == [1, 1, 1]
+    assert shelf.get("found")[-1] > 0  # what had been counted before the last of them began
+
+
+def test_a_worker_that_does_not_name_a_block_does_not_get_it(build: Any) -> None:
+    engine = build("processes")
+    shelf = engine.serve("shelf", programs.Shelf)
+    engine.share("numbers", {"count": np.zeros(())})
+    engine.run("stranger", programs.watch_block, shelf, {"count": np.zeros(())})
+    engine.run("last", programs.until_longer, shelf, "inodes", 1)
+    engine.wait("last")
+    assert shelf.get("inodes") == [[]]
 
 
 def test_workers_are_started_again_even_when_what_started_them_was_killed(build: Any) -> None:

@@ -197,3 +197,15 @@ def test_chain_pays_a_little_at_the_near_end_and_much_at_the_far_end():
     world.step(int(world._onward[1]))
     observation, reward, _, _, _ = world.step(1 - int(world._onward[2]))
     assert (int(observation.argmax()), reward) == (0, 0.001)  # all the way back
+
+
+def test_catch_can_be_a_picture():
+    world, plain = Catch(pixels=84), Catch()
+    picture, _ = world.reset(seed=0)
+    board, _ = plain.reset(seed=0)
+    for _ in range(5):
+        assert picture.shape == (1, 84, 84)
+        assert picture.dtype == np.uint8
+        middle = picture[0, 4::8, 8::16][:10, :5]  # a cell has 8.4 rows of pixels and 16.8 columns
+        np.testing.assert_array_equal(middle / 255, board.reshape(10, 5))
+        picture, board = world.step(0)[0], plain.step(0)[0]

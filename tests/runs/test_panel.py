@@ -40,6 +40,14 @@ def view(actors=2, **changes):
     }
 
 
+def on_nodes(count, away=()):
+    """Two workers on each of some nodes, beside a learner that is not."""
+    state = {"working": 0.5, "waits": {"store.put": 0.25}, "moves_per_s": 30.0}
+    places = {f"group-{index}/gradient-{member}": f"node-{index}" for index in range(count) for member in (0, 1)}
+    remote = {name: {**state, "node": node, "away": node in away} for name, node in places.items()}
+    return view(0, workers={"learner": {"working": 0.9, "waits": {}}, **remote})
+
+
 def extreme():
     """A run whose numbers leave every bound."""
     numbers = {"a_metric_with_a_very_long_name_indeed": -1.2345e-300, "value_loss": float("nan"), "lag": float("inf")}
@@ -72,7 +80,14 @@ def value_of(lines, label):
 
 
 NOTHING = {**dict.fromkeys(view()), "metrics": {}, "workers": {}, "evaluations": []}
-STATES = {"full": view(), "empty": NOTHING, "without keys": {}, "many": view(256), "extreme": extreme()}
+STATES = {
+    "full": view(),
+    "empty": NOTHING,
+    "without keys": {},
+    "many": view(256),
+    "nodes": on_nodes(3, ("node-1",)),
+    "extreme": extreme(),
+}
 
 
 @pytest.mark.parametrize("width", [*WIDTHS, 41, 59, 69, 70, 100, 139, 140, 159, 12])
@@ -152,6 +167,24 @@ def test_a_short_terminal_loses_the_workers_first_and_keeps_the_problem():
     assert len(lines) == 6
     assert value_of(lines, "steps/s") == "12,346"
     assert lines[-1] == "newest problem  actor-1: no disk"
+
+
+def test_nodes_are_lines_with_the_rates_of_their_workers():
+    lines = lines_of(on_nodes(2, away=("node-1",)), 100)
+    (one,), (other,) = ([line for line in lines if line.startswith(f"on node-{index} ")] for index in (0, 1))
+    assert one.endswith("min  50 mean  50 max  50  60.00 moves/s, waits  25 % for store.put")
+    assert "away, 60.00 moves/s" in other
+    (worker,) = [line for line in lines if line.startswith("group-1/gradient-0 ")]
+    assert "away, 30.00 moves/s, waits  25 % for store.put" in worker
+    (learner,) = [line for line in lines if line.startswith("learner ")]
+    assert "moves/s" not in learner
+    assert not [line for line in lines_of(view(), 100) if line.startswith("on ")]
+
+
+def test_many_nodes_are_summed_up():
+    lines = lines_of(on_nodes(20), 100)
+    assert [line.split("  ")[0] for line in lines if "moves/s" in line] == ["40 group/gradients", "20 nodes"]
+    assert [line for line in lines if line.startswith("20 nodes") and "1,200 moves/s" in line]
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -158,6 +158,9 @@ def test_shares_are_of_the_time_since_the_report_before() -> None:
     assert shares(now, before)["working"] == 0.9
     assert shares(now, before)["waits"] == {"store.put": 0.05, "parameters.fetch": 0.05}
     assert shares(now)["working"] == 0.55
+    assert shares(now, before)["moves_per_s"] == 0.4
+    assert shares(now)["moves_per_s"] == 0.45
+    assert shares({**now, "node": "one", "away": True})["node"] == "one"
     assert shares(before, now)["working"] == 0.2  # started again since: all that there is
     assert shares({})["working"] == 0.0
 

@@ -1,0 +1,377 @@
+"""The engine of several machines: workers that may live elsewhere are spread over nodes that come and go.
+
+The head keeps the services and the workers that belong to it as `processes` does. To each node it says which workers it
+should hold, and says it again whenever a link comes back; the node sees to the rest. Nodes call the head's services
+through their link, and a call that is asked twice, because the link broke in between, is answered once.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from shoal.core.errors import DeadlineExceeded, Refused, ServiceFailed, ServiceLost, ShoalError, Stalled, WorkerFailed
+from shoal.core.randomness import derive
+from shoal.core.recipe import describe, path_of, services_in
+from shoal.core.types import Array, Work
+from shoal.engines.links.greeting import Answer, Gate, Terms, check_terms, keep_meeting
+from shoal.engines.links.session import Session
+from shoal.engines.nursery import Nursery
+from shoal.engines.options import Machines, Options
+from shoal.engines.placement import HERE, place
+from shoal.engines.processes import HEAD, Processes
+from shoal.engines.station import Away, Shared, Station
+from shoal.engines.worker import recipe_of
+
+log = logging.getLogger("shoal")
+BEAT = 1.0  # seconds between signs of life
+CHANNELS = 4096  # callers whose last answer is remembered
+SHARED = ("seed", "lockstep", "restarts", "deadline", "stall", "silence")  # options that nodes are told
+
+
+class Cluster:
+    """Workers on several machines; no link that breaks ends the run."""
+
+    def __init__(self, options: Options, nursery: Nursery | None = None) -> None:
+        """Begin to look for nodes."""
+        machines = options.machines or Machines()
+        self.options, self.machines, self.network = options, machines, machines.network
+        self.terms = Terms("head", self.network.trust, insecure=self.network.insecure)
+        addresses = [*machines.nodes, *filter(None, [self.network.listen])]
+        if not addresses:
+            raise ShoalError(
+                "the cluster has no machines: name them in nodes, or set network.listen for those that join"
+            )
+        for address in addresses:
+            check_terms(self.terms, address)
+        self.here = Processes(options, nursery)
+        self.run_name = secrets.token_hex(8)
+        self.stations: dict[str, Station] = {}
+        self.recipes: dict[str, tuple[str, list[Any]]] = {}
+        self.places: dict[str, str] = {}  # worker → node
+        self.placed: dict[str, dict[str, Any]] = {}  # worker that may roam → services to make there
+        self.shared: dict[str, Shared] = {}
+        self.order: list[str] = []
+        self.turns = 0
+        self.failure: ShoalError | None = None
+        self.answers: OrderedDict[str, tuple[int, Future[Any]]] = OrderedDict()
+        self._standins = threading.local()
+        self._news = threading.Condition()
+        self._closed = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self.gate: Gate | None = None
+        for address in self.machines.nodes:
+            self._start(self._keep_in_touch, address)
+        if self.network.listen:
+            self.gate = Gate(
+                self.network.listen, self.terms, self._answering, self._joined, self._refused, certificates=False
+            )
+            log.info("nodes may join at %s", self.gate.address)
+
+    @staticmethod
+    def prepare(modules: tuple[str, ...]) -> Nursery:
+        """Start loading modules for the workers, before anything else is known."""
+        return Processes.prepare(modules)
+
+    def _start(self, target: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=target, args=args, name="node", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def serve(self, name: str, make: Callable[..., Any], *args: Any) -> Any:
+        """Make a service at the head, or have it made in the worker where it is placed, wherever that lives."""
+        home = self.options.homes.get(name, HEAD)
+        if home == HEAD or not self._roams(home):
+            return self.here.serve(name, make, *args)
+        self.placed.setdefault(home, {})[name] = recipe_of(make, args, derive(self.options.seed, name))
+        away: Any = Away(self, name, home)
+        self.here.local[name] = away  # those here call it through the head as well
+        return away
+
+    def share(self, name: str, tree: Mapping[str, Array]) -> Any:
+        """Give every machine on which workers of the group `name/…` come to live memory that these share."""
+        self.shared[name] = Shared(name, {key: np.array(value) for key, value in tree.items()})
+        return self.shared[name]
+
+    def _roams(self, worker: str) -> bool:
+        """Whether a worker may live on a node."""
+        return worker not in self.options.observers and (self.machines.remote is None or worker in self.machines.remote)
+
+    def run(self, name: str, work: Callable[..., Work], *args: Any) -> None:
+        """Start a worker here, or remember it for a node."""
+        if name not in self.options.observers:
+            self.order.append(name)
+        if self._roams(name):
+            with self._news:
+                self.recipes[name] = path_of(work), [describe(arg) for arg in args]
+        else:
+            self.here.run(name, work, *args)
+
+    # Links.
+
+    def _keep_in_touch(self, address: str) -> None:
+        """Connect to a node that listens, and again whenever the link is lost."""
+        answer = self._answering(address)
+        keep_meeting(address, self.terms, answer, lambda _, session: self._joined(address, session), self._closed)
+
+    def _refused(self, peer: str, reason: str) -> None:
+        log.warning("refused %s: %s", peer, reason)
+
+    def _joined(self, name: str, session: Session) -> None:
+        """Take a node in, and stay with it until its link ends."""
+        session.silence = self.options.silence
+        try:
+            about = session.call("describe", seconds=self.options.deadline)
+            slots = int(about["slots"])
+        except (ShoalError, KeyError, TypeError, ValueError) as error:
+            session.close(str(error))
+            return
+        with self._news:
+            station = self.stations.setdefault(name, Station(name))
+            before, station.session, station.slots, station.told = station.session, session, slots, None
+            self._news.notify_all()
+        if before is not None:
+            before.close("another link took its place")
+        log.info("node %s with %d slots is here", name, slots)
+        while not session.closed.wait(BEAT):  # nobody else waits for this link, should it take nothing any more
+            with suppress(ServiceLost):
+                session.tell("beat")
+        with self._news:
+            if station.session is session:
+                station.session, station.left = None, time.monotonic()
+                if not self._closed.is_set():
+                    log.warning("node %s is away: %s", name, session.lost)
+        session.join()
+
+    def _answering(self, name: str) -> Answer:
+        return lambda _, kind, args: self._answer(name, kind, args)
+
+    def _answer(self, node: str, kind: str, args: list[Any]) -> Any:
+        """Answer a node."""
+        if kind == "call":
+            self._check_home(node, args[0].rpartition("-")[0])
+            return self._once(*args)
+        if kind == "report":
+            run, report, lines, ended, failures, starting = args
+            if (station := self.stations.get(node)) is not None and run == self.run_name:
+                station.report, station.lines, station.failures = report, lines, failures
+                station.ended, station.starting = set(ended), starting
+            return None
+        raise ShoalError(f"the head does not know {kind!r}")
+
+    def _check_home(self, node: str, worker: str) -> None:
+        """Refuse what a worker still has to say that began again elsewhere while its node was away."""
+        told = self.stations[node].told or []  # one that is moved may speak until its node has been told
+        if self.places.get(worker) != node and worker not in told:
+            raise Refused(f"{worker} does not live on node {node} any more")
+
+    def reach(self, worker: str, kind: str, *args: Any) -> Any:
+        """Call the node where a worker lives; while it has none, or its link is down, wait."""
+        limit = time.monotonic() + self.options.deadline
+        while (left := limit - time.monotonic()) > 0:
+            self._arrange()
+            station = self.stations.get(self.places.get(worker, HERE))
+            if station is None or station.session is None or worker not in (station.told or ()):
+                with self._news:
+                    self._news.wait(0.02)
+                continue
+            with suppress(ServiceLost):
+                return station.session.call(kind, *args, seconds=left)
+        raise ServiceLost(f"no link to {worker} for {self.options.deadline:g} s")
+
+    def _once(self, channel: str, number: int, service: str, method: str, args: list[Any]) -> Any:
+        """Call a service; a call that has been asked before gets the same answer."""
+        with self._news:
+            known = self.answers.get(channel)
+            if mine := known is None or known[0] != number:
+                known = self.answers[channel] = number, Future()
+                self.answers.move_to_end(channel)
+                if len(self.answers) > CHANNELS:
+                    self.answers.popitem(last=False)
+        assert known is not None
+        if mine:
+            try:
+                known[1].set_result(self._call(service, method, args))
+            except Exception as error:
+                known[1].set_exception(error)
+        return known[1].result()
+
+    def _call(self, service: str, method: str, args: list[Any]) -> Any:
+        """Call a service from this thread, which has stand-ins of its own."""
+        if method.startswith("_"):
+            raise ShoalError(f"{method} is no method for others")
+        standins = self._standins.__dict__
+        if service not in standins:
+            if service not in self.names():
+                raise ShoalError(f"there is no service {service!r}")
+            standins[service] = self.here.standin(service)
+        return getattr(standins[service], method)(*args)
+
+    def names(self) -> list[str]:
+        """The services."""
+        return [*self.here.local, *(name for names in self.here.placed.values() for name in names)]
+
+    # Watching.
+
+    def wait(self, *names: str) -> None:
+        """Watch over all machines until the named workers have ended."""
+        moved_at, before = time.monotonic(), -1
+        while not all(self._ended(name) for name in names):
+            if self.options.lockstep:
+                self._give_turns()
+            else:
+                self.here.watch(0.05)
+            self._tend()
+            moves, now = self._moves(), time.monotonic()
+            if moves != before or self._starting():
+                moved_at, before = now, moves
+            elif now - moved_at > self.options.stall:
+                raise Stalled(self._standstill())
+
+    def _ended(self, name: str) -> bool:
+        if name in self.recipes:
+            return any(name in station.ended for station in self.stations.values())
+        return self.here.workers[name].ended
+
+    def _moves(self) -> int:
+        told = sum(worker.get("moves", 0) for station in self.stations.values() for worker in station.report.values())
+        return int(self.here.moves() + told)
+
+    def _starting(self) -> bool:
+        """Whether something is on its way: a worker that loads, or a node for those that have none."""
+        unplaced = len(self.places) < len(self.recipes)
+        return self.here.starting() or unplaced or any(station.starting for station in self.stations.values())
+
+    def _tend(self) -> None:
+        """Look after the nodes, and after the workers that have no place."""
+        if self.failure is not None:
+            raise self.failure
+        for station in [*self.stations.values()]:
+            for name, text in station.failures.items():
+                raise WorkerFailed(f"{name} on node {station.name}: {text}")
+        self._arrange()
+        for name in [name for name, where in self.places.items() if where == HERE and name not in self.here.workers]:
+            if name in self.placed:
+                raise ShoalError(f"{name} holds services and cannot live at the head: leave network.here at 0")
+            for service in {found for arg in self.recipes[name][1] for found in services_in(arg)}:
+                if service in self.shared and service not in self.here.blocks:
+                    self.here.share(service, self.shared[service].tree)
+            self.here.add(name, *self.recipes[name])
+
+    def _arrange(self) -> None:
+        """Give every worker a place, and tell the nodes whose part has changed."""
+        now = time.monotonic()
+        with self._news:
+            present = {
+                name: station.slots
+                for name, station in self.stations.items()
+                if station.session is not None or now - station.left < self.network.away
+            }
+            away = frozenset(name for name in present if self.stations[name].session is None)
+            self.places = place([*self.recipes], self.places, present, self.network.here, away)
+            for station in self.stations.values():
+                self._tell(station)
+
+    def _tell(self, station: Station) -> None:
+        """Tell a node what to hold, where that has changed."""
+        session, wanted = station.session, [name for name, node in self.places.items() if node == station.name]
+        if session is not None and station.told != wanted and not station.telling:
+            station.telling = True
+            self._start(self._have_held, station, session, wanted)  # aside, since starting workers takes its time
+
+    def _have_held(self, station: Station, session: Session, wanted: list[str]) -> None:
+        shared = {key: getattr(self.options, key) for key in SHARED} | {"restartable": [*self.options.restartable]}
+        check = [*self.machines.check] if self.machines.check else []
+        recipes = {name: [*self.recipes[name], self.placed.get(name, {})] for name in wanted}
+        named = {service for name in wanted for arg in self.recipes[name][1] for service in services_in(arg)}
+        blocks = {name: block.tree for name, block in self.shared.items() if name in named}
+        try:
+            told = [shared, check, self.names(), recipes, blocks]
+            session.call("hold", self.run_name, *told, seconds=self.options.deadline)
+            if station.session is session:
+                station.told = wanted
+        except ServiceFailed as error:  # do without a node that cannot do its part
+            reason = f"node {station.name} refuses its part: {error}"
+            log.warning("%s", reason)
+            station.slots, station.told = 0, []
+            others = [other for other in self.stations.values() if other.slots]
+            if not others and not self.network.listen and not self.network.here:
+                self.failure = Refused(reason)
+        except (ServiceLost, DeadlineExceeded) as error:
+            session.close(str(error))
+        finally:
+            station.telling = False
+
+    def _give_turns(self) -> None:
+        """Let every worker take one turn, in the order in which they were started, wherever they are."""
+        self.turns += 1
+        for name in self.order:
+            if name not in self.recipes or self.places.get(name) == HERE:
+                self.here.turn(name)
+            elif not self._ended(name):
+                self._turn(name)
+
+    def _turn(self, name: str) -> None:
+        """Ask for one turn, again whenever the link comes back."""
+        limit = time.monotonic() + self.options.stall
+        while time.monotonic() < limit:
+            self._tend()
+            station = self.stations.get(self.places.get(name, ""))
+            if station is None or station.session is None or station.told is None:
+                with self._news:
+                    self._news.wait(0.05)
+                continue
+            try:
+                station.session.call("turn", name, self.turns, seconds=self.options.stall)
+                return
+            except ServiceFailed as error:
+                raise WorkerFailed(f"{name} on node {station.name}: {error}") from error
+            except ServiceLost:
+                continue
+        raise Stalled(f"{name} had no turn for {self.options.stall:g} s\n{self._standstill()}")
+
+    def _standstill(self) -> str:
+        parts = [self.here.standstill()]
+        for station in self.stations.values():
+            state, stacks = "is away", "\n".join(station.lines.values())
+            if (session := station.session) is not None:
+                state = "is here"
+                with suppress(ShoalError):
+                    stacks = session.call("stacks", seconds=5.0)
+            parts.append(f"node {station.name} {state}\n{stacks}")
+        waiting = [name for name in self.recipes if name not in self.places]
+        return "\n".join([*parts, *([f"no node yet for {', '.join(waiting)}"] if waiting else [])])
+
+    def report(self) -> Mapping[str, Any]:
+        """What each worker has done with its time, and where."""
+        remote = {
+            name: {**told, "node": station.name, "away": station.session is None}
+            for station in [*self.stations.values()]
+            for name, told in [*station.report.items()]
+            if self.places.get(name) == station.name
+        }
+        return {**self.here.report(), **remote}
+
+    def close(self) -> None:
+        """End everything, on every machine that can be reached."""
+        self._closed.set()
+        for station in [*self.stations.values()]:
+            if (session := station.session) is not None:
+                with suppress(ShoalError):
+                    session.call("release", self.run_name, seconds=10.0)
+                session.close("the run has ended")
+                session.join()
+        if self.gate is not None:
+            self.gate.close()
+        for thread in self._threads:
+            thread.join(timeout=15)
+        self.here.close()

@@ -1,0 +1,81 @@
+"""A socket that one thread reads while others write, also under TLS."""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import threading
+import time
+from contextlib import suppress
+
+from shoal.core.wire import Buffer
+
+SLICE = 256 << 10  # bytes that are written before a reader has its turn
+LOOK = 1.0  # seconds after which a thread looks whether its socket is still open
+LATER = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class Stream:
+    """Bytes in both directions; waiting is done outside the lock, since OpenSSL bears one thread at a time only."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Take over a connection, whose TLS handshake is done."""
+        self.connection = connection
+        self._turn = threading.Lock()
+        self.peer = "?"
+        with suppress(OSError):
+            self.peer = "{}:{}".format(*connection.getpeername()[:2])
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def read(self, size: int, seconds: float | None = None) -> bytes:
+        """Wait for up to so many bytes; none at all: the other side has ended."""
+        limit = None if seconds is None else time.monotonic() + seconds
+        while True:
+            with self._turn:
+                try:
+                    return self.connection.recv(size)
+                except LATER as error:
+                    events = select.POLLOUT if isinstance(error, ssl.SSLWantWriteError) else select.POLLIN
+            self._wait(events, limit)
+
+    def write(self, data: Buffer) -> None:
+        """Send all of it."""
+        view = memoryview(data)
+        while view:
+            with self._turn:
+                try:
+                    view = view[self.connection.send(view[:SLICE]) :]
+                    continue
+                except LATER as error:
+                    events = select.POLLIN if isinstance(error, ssl.SSLWantReadError) else select.POLLOUT
+            self._wait(events, None)
+
+    def _wait(self, events: int, limit: float | None) -> None:
+        left = LOOK if limit is None else limit - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("nothing came in time")
+        poll = select.poll()
+        try:
+            poll.register(self.connection, events)
+        except ValueError:
+            raise OSError("it is closed") from None
+        poll.poll(1000 * min(left, LOOK))
+
+    def part(self, seconds: float) -> None:
+        """Close it, but let the other side read first what it was told: what it still sends would cut it off."""
+        limit = time.monotonic() + seconds
+        with suppress(OSError):
+            socket.socket.shutdown(self.connection, socket.SHUT_WR)  # past TLS, as below
+            self._wait(select.POLLIN, limit)
+            while socket.socket.recv(self.connection, SLICE):
+                self._wait(select.POLLIN, limit)
+        self.close()
+
+    def close(self) -> None:
+        """Cut it at once, also under threads that wait for it."""
+        with suppress(OSError):
+            socket.socket.shutdown(self.connection, socket.SHUT_RDWR)  # past TLS, which may be in use
+        with self._turn:
+            self.connection.close()

@@ -1,0 +1,304 @@
+"""The websocket link: binary frames over one connection, with or without TLS.
+
+The library speaks the protocol, and the sockets are ours: a thread waits for the other side on the socket itself, and
+what it reads wakes nobody in between.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from shoal.core.errors import DeadlineExceeded, Refused, ServiceLost, ShoalError, WireError
+from shoal.core.wire import Buffer
+from shoal.engines.links.guard import LIMIT, TRAILER
+from shoal.engines.links.stream import Stream
+from shoal.engines.links.tls import explain, peer_fingerprint
+
+OPENING = 10.0  # seconds in which a connection must be made
+PARTING = 1.0  # seconds in which the other side may read why it was refused
+PIECE = 1 << 20  # bytes that travel at once
+READING = 256 << 10  # bytes that are taken in at once
+GREATEST = LIMIT + TRAILER  # bytes of a frame
+STRANGER = 64 << 10  # bytes that somebody may send who has not shown who he is
+RECORD = b"\x16"  # the first byte of TLS (RFC 8446, section 5.1)
+PLAIN, SECURE = "TLS is on at this machine, and the other side sends plain text", "TLS is off at this machine"
+SILENT = "it did not say in time what it wants"
+REFUSED = 1008  # the code of a policy that was violated (RFC 6455, section 7.4.1)
+QUIET = logging.getLogger("shoal.link")
+QUIET.addHandler(logging.NullHandler())
+QUIET.propagate = False  # whoever knocks and goes away is no news
+
+
+def library() -> Any:
+    """The websockets library, or an error that names the extra."""
+    try:
+        import websockets.client
+        import websockets.protocol
+        import websockets.server
+        import websockets.uri
+    except ImportError as error:
+        raise ShoalError("machines that join over the network need: pip install 'shoal[cluster]'") from error
+    return websockets
+
+
+def split(address: str) -> tuple[str, int]:
+    """Host and port of `host:port` or `[v6]:port`."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ShoalError(f"{address!r} is not an address: write HOST:PORT, such as 192.0.2.7:7700")
+    return host.strip("[]"), int(port)
+
+
+class Wire:
+    """One connection that carries whole frames; one thread receives while others send."""
+
+    def __init__(self, stream: Stream, protocol: Any, binding: str = "") -> None:
+        """Take over a connection; `binding` names the server's certificate, empty without TLS."""
+        self.stream, self.protocol, self.binding = stream, protocol, binding
+        self.peer = stream.peer
+        self._sending = threading.Lock()  # frames leave one after the other
+        self._turn = threading.Lock()  # of the protocol, which both directions use
+        self._events: deque[Any] = deque()
+        self._parts: list[bytes] = []
+        self._left = STRANGER
+        self._trusted = False
+
+    @property
+    def connection(self) -> Any:
+        """The socket under it."""
+        return self.stream.connection
+
+    def trust(self) -> None:
+        """Take as much as comes from now on."""
+        self._trusted = True
+
+    def flush(self) -> None:
+        """Send what the protocol has to say by itself."""
+        with self._turn:
+            writes = self.protocol.data_to_send()
+        for data in filter(None, writes):
+            self.stream.write(data)
+
+    def send(self, frame: Buffer) -> None:
+        """Send a frame, a long one in pieces: the other side takes one in while the next is made."""
+        view = memoryview(frame)
+        with self._sending:
+            try:
+                for start in range(0, max(len(view), 1), PIECE):
+                    piece, last = view[start : start + PIECE], start + PIECE >= len(view)
+                    with self._turn:
+                        if start:
+                            self.protocol.send_continuation(piece, fin=last)
+                        else:
+                            self.protocol.send_binary(piece, fin=last)
+                    self.flush()
+            except library().exceptions.WebSocketException as error:
+                raise ServiceLost("the link is closed") from error
+            except OSError as error:
+                raise ServiceLost(f"the link is broken: {error}") from error
+
+    def receive(self, seconds: float | None = None) -> bytes | bytearray:
+        """Wait for a frame."""
+        limit = None if seconds is None else time.monotonic() + seconds
+        while (frame := self._next()) is None:
+            try:
+                self.take(None if limit is None else limit - time.monotonic())
+            except TimeoutError as error:
+                raise DeadlineExceeded("nothing came in time") from error
+            except OSError as error:
+                raise ServiceLost(f"the link is broken: {error}") from error
+        return frame
+
+    def take(self, seconds: float | None) -> None:
+        """Take in what has arrived on the socket."""
+        data = self.stream.read(READING, seconds)
+        self._left -= len(data)
+        if self._left < 0 and not self._trusted:
+            raise WireError(f"more than {STRANGER} B before anything is known of the other side")
+        with self._turn:
+            if data:
+                self.protocol.receive_data(data)
+            else:
+                self.protocol.receive_eof()
+            self._events.extend(self.protocol.events_received())
+
+    def event(self) -> Any:
+        """What came first of that which nobody has looked at."""
+        return self._events.popleft() if self._events else None
+
+    def _next(self) -> bytes | bytearray | None:
+        """A whole frame, if one is there."""
+        kinds, states = library().frames.Opcode, library().protocol.State
+        while (event := self.event()) is not None:
+            if event.opcode is kinds.TEXT:
+                raise WireError("text came where frames are binary")
+            if event.opcode is not kinds.BINARY and event.opcode is not kinds.CONT:
+                continue
+            if event.fin and not self._parts:
+                return event.data  # type: ignore[no-any-return]
+            self._parts.append(event.data)
+            if event.fin:
+                parts, self._parts = self._parts, []
+                return bytearray().join(parts)
+        if self.protocol.state is not states.OPEN:
+            raise ServiceLost(f"the link was closed{self._reason()}")
+        return None
+
+    def _reason(self) -> str:
+        """Why a connection was closed, by the other side or by this one."""
+        closes = (self.protocol.close_rcvd, self.protocol.close_sent)
+        told = next((close.reason for close in closes if close and close.reason), "")
+        return f": {_line(told)}" if told else ""
+
+    def refuse(self, reason: str) -> None:
+        """Close the connection, and say why."""
+        with suppress(library().exceptions.WebSocketException), self._turn:  # which may have closed it already
+            self.protocol.send_close(REFUSED, reason.encode()[:120].decode(errors="ignore"))
+        with suppress(OSError):
+            self.flush()
+        self.stream.part(PARTING)
+
+    def close(self) -> None:
+        """Cut the connection at once, also under a thread that waits for it."""
+        self.stream.close()
+
+
+def _line(text: str) -> str:
+    """What a stranger says, as a line that may be shown."""
+    return "".join(letter if letter.isascii() and letter.isprintable() else " " for letter in text[:200]).strip()
+
+
+def dial(address: str, context: ssl.SSLContext | None) -> Wire:
+    """Connect to a listener."""
+    host, port = split(address)
+    connection = None
+    try:
+        connection = socket.create_connection((host, port), OPENING)
+        if context:
+            connection = context.wrap_socket(connection, server_hostname=host)
+        name = f"[{host}]" if ":" in host else host
+        uri = library().uri.parse_uri(f"ws://{name}:{port}")
+        protocol = library().client.ClientProtocol(uri, max_size=GREATEST, logger=QUIET)
+        wire = Wire(Stream(connection), protocol, peer_fingerprint(connection) if context else "")
+        _knock(wire)
+        return wire
+    except (ShoalError, OSError) as error:
+        if connection is not None:
+            connection.close()
+        if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+            raise  # also from the first answer, which alone tells whether this side's certificate was taken
+        if (
+            context
+            and isinstance(error, ssl.SSLEOFError | ConnectionError)
+            and not isinstance(error, ConnectionRefusedError)
+        ):  # what it said is lost where this side was still writing
+            told = f"{address} ended the connection, as for a certificate it refuses: its log says why"
+            raise ServiceLost(told) from error
+        if isinstance(error, ShoalError):
+            raise type(error)(f"{address} {error}") from error
+        raise ServiceLost(f"{address} does not answer: {_line(str(error)) or type(error).__name__}") from error
+
+
+def _knock(wire: Wire) -> None:
+    """Ask for a websocket (RFC 6455, section 4.1)."""
+    protocol, limit = wire.protocol, time.monotonic() + OPENING
+    protocol.send_request(protocol.connect())
+    with suppress(OSError):  # then what it said is still to be read
+        wire.flush()
+    while wire.event() is None and protocol.handshake_exc is None:
+        wire.take(limit - time.monotonic())
+    if (failure := protocol.handshake_exc) is not None:
+        response = getattr(failure, "response", None)
+        if response is not None:
+            raise ServiceLost(f"refused: {_line((response.body or b'').decode(errors='replace'))}")
+        raise ServiceLost(f"does not answer: {_line(str(failure))}")
+
+
+class Listener:
+    """Takes connections and hands each, in a thread of its own, to a handler."""
+
+    def __init__(
+        self,
+        address: str,
+        context: ssl.SSLContext | None,
+        handle: Callable[[Wire], None],
+        refused: Callable[[str, str], None],
+    ) -> None:
+        """Begin to listen, on a free port for 0; `refused` hears who did not get as far as a handler, and why."""
+        library()
+        self._context, self._handle, self._refused = context, handle, refused
+        host, port = split(address)
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            self._socket = socket.create_server((host, port), family=family, backlog=128)
+        except OSError as error:
+            raise ShoalError(f"cannot listen on {address}: {error}") from error
+        self._socket.settimeout(0.2)  # closing it wakes nobody on some systems
+        name, number = self._socket.getsockname()[:2]
+        self.address = f"[{name}]:{number}" if ":" in name else f"{name}:{number}"
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="listener", daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        while not self._closed.is_set():
+            try:
+                connection, _ = self._socket.accept()
+            except TimeoutError:
+                continue
+            except OSError:  # such as one that went away again, or too many open files
+                self._closed.wait(0.05)
+                continue
+            threading.Thread(target=self._take, args=(connection,), name="connection", daemon=True).start()
+
+    def _take(self, connection: socket.socket) -> None:
+        """Put TLS on a new connection where it is due, open a websocket on it, and see that whatever fails is told."""
+        peer = "a stranger"
+        try:
+            peer = "{}:{}".format(*connection.getpeername()[:2])
+            connection.settimeout(OPENING)
+            first = connection.recv(1, socket.MSG_PEEK)
+            if first and (first == RECORD) != (self._context is not None):
+                told = PLAIN if self._context else SECURE
+                connection.sendall(f"HTTP/1.1 400 Refused\r\nContent-Length: {len(told)}\r\n\r\n{told}".encode())
+                raise Refused(f"the other side {'does not speak' if self._context else 'speaks'} TLS")
+            if first and self._context:
+                connection = self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+                connection.do_handshake()
+            wire = Wire(Stream(connection), library().server.ServerProtocol(max_size=GREATEST, logger=QUIET))
+            answered = self._open(wire)
+        except (OSError, ShoalError) as error:
+            self._refused(peer, SILENT if isinstance(error, TimeoutError) else explain(error))
+            Stream(connection).part(PARTING)
+            return
+        if answered:
+            self._handle(wire)
+        else:
+            wire.stream.part(PARTING)
+
+    def _open(self, wire: Wire) -> bool:
+        """Open the websocket (RFC 6455, section 4.2); who goes away without a word is no news."""
+        protocol, limit = wire.protocol, time.monotonic() + OPENING
+        while (request := wire.event()) is None and protocol.handshake_exc is None:
+            wire.take(limit - time.monotonic())
+        if request is not None:
+            protocol.send_response(protocol.accept(request))
+        wire.flush()
+        error = protocol.handshake_exc
+        if error is not None and not isinstance(error.__cause__, EOFError):
+            raise Refused(f"no websocket: {_line(str(error))}")
+        return error is None
+
+    def close(self) -> None:
+        """Take no more connections; those that stand are their handlers' to close."""
+        self._closed.set()
+        self._thread.join()
+        self._socket.close()

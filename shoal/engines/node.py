@@ -1,0 +1,345 @@
+"""A node: a machine that hosts workers for a head elsewhere.
+
+Its workers are processes of this machine; the services they call stand in the head, and every call is passed on. A
+link may break and come back: calls wait for it, and one that was on its way is asked again under its number, which the
+head knows if it has heard it before.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import logging
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from shoal.core import recipe
+from shoal.core.errors import Refused, ServiceLost, ShoalError, WorkerFailed
+from shoal.engines import orders
+from shoal.engines.driving import Local
+from shoal.engines.links.greeting import Gate, Terms, check_terms, keep_meeting
+from shoal.engines.links.session import Session
+from shoal.engines.nursery import Nursery
+from shoal.engines.options import Options
+from shoal.engines.processes import Processes
+
+log = logging.getLogger("shoal")
+REPORT = 0.5  # seconds between reports to the head
+PATIENCE = 120.0  # seconds without the head after which its workers are ended
+
+
+class Forward:
+    """A stand-in for a service of the head, for one caller on this node."""
+
+    def __init__(self, node: Node, channel: str, numbers: Any, service: str) -> None:
+        """Calls of one channel are numbered, so that one asked twice is answered once."""
+        self._node, self._channel, self._numbers, self._service = node, channel, numbers, service
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        """Find a method of the service."""
+        if method.startswith("_"):
+            raise AttributeError(method)
+
+        def call(*args: Any) -> Any:
+            return self._node.ask("call", self._channel, next(self._numbers), self._service, method, list(args))
+
+        self.__dict__[method] = call
+        return call
+
+
+class Node:
+    """Holds the workers that a head wants here, whatever links come and go."""
+
+    def __init__(self, slots: int, packages: tuple[str, ...] = ("shoal",), modules: tuple[str, ...] = ()) -> None:
+        """Begin with nothing; only what the packages hold is ever made here."""
+        self.slots, self.packages, self.modules = slots, packages, modules
+        self.nursery: Nursery | None = Nursery(modules)  # loads the libraries before anyone asks
+        self.session: Session | None = None
+        self.run = ""  # whose workers these are
+        self.options = Options()
+        self.engine: Processes | None = None
+        self.failures: dict[str, str] = {}
+        self.turns: dict[str, tuple[int, Future[None]]] = {}
+        self._standins = threading.local()
+        self._arrived = threading.Condition()
+        self._change = threading.RLock()  # of the engine: by the head's wish, by deaths, by the end
+        self._left = time.monotonic()  # when the last session ended
+        self._closed = threading.Event()
+        self._watching = threading.Thread(target=self._watch, name="watch", daemon=True)
+        self._watching.start()
+
+    def stay(self, session: Session) -> None:
+        """Be there for whoever came over this link, until it ends."""
+        while not session.closed.wait(REPORT):  # nobody else waits for this link, should it take nothing any more
+            with suppress(ShoalError):
+                self._report(session)
+        with self._arrived:
+            if self.session is session:
+                self.session, self._left = None, time.monotonic()
+                log.warning("the link to the head is lost: %s", session.lost)
+        session.join()
+
+    def ask(self, kind: str, *args: Any) -> Any:
+        """Ask the head; while there is no link, wait for one."""
+        limit = time.monotonic() + self.options.deadline
+        while (left := limit - time.monotonic()) > 0 and not self._closed.is_set():
+            with self._arrived:
+                if self.session is None:
+                    self._arrived.wait(left)
+                session = self.session
+            if session is not None:
+                with suppress(ServiceLost):
+                    return session.call(kind, *args, seconds=max(limit - time.monotonic(), 0.001))
+        raise ServiceLost(f"no link to the head for {self.options.deadline:g} s")
+
+    def answer(self, session: Session, kind: str, args: list[Any]) -> Any:
+        """Do what the head says, if it makes sense."""
+        args = orders.read(kind, args)
+        if kind == "describe":
+            return {"slots": self.slots, "run": self.run}
+        if kind == "hold":
+            return self.hold(session, *args)
+        if kind == "turn":
+            return self.turn(*args)
+        if kind == "service":
+            return self._call(*args)
+        if kind == "stacks":
+            with self._change:
+                return self.engine.standstill() if self.engine else ""
+        if kind == "release":
+            return self.release(*args)
+        return None
+
+    def hold(
+        self,
+        session: Session,
+        run: str,
+        options: Mapping[str, Any],
+        check: list[Any] | tuple[Any, ...],
+        services: list[str],
+        workers: Mapping[str, Any],
+        blocks: Mapping[str, Any],
+    ) -> None:
+        """Have exactly these workers, as [path, arguments, services that live with it] by name."""
+        orders.inspect(workers, check, self.packages)
+        if check and run != self.run:
+            path, args, expected = check
+            compare(recipe.find(path)(*(recipe.rebuild(arg, _no_service) for arg in args)), expected)
+        heard = orders.read_options(options, self.packages)
+        with self._change:
+            self._adopt(session, run)
+            if run != self.run:
+                self._end()
+                self.run = run
+                self.options = heard
+            session.silence = self.options.silence
+            if self.engine is None:
+                nursery, self.nursery = self.nursery or Nursery(self.modules), None
+                self.engine = Processes(self.options, nursery, self._services)
+            self.engine.placed = {name: made for name, (_, _, made) in workers.items() if made}
+            homes = {service: name for name, made in self.engine.placed.items() for service in made}
+            self.engine.options = replace(self.options, homes=homes)
+            self.engine.local = {name: Local("", None, lambda: None) for name in services if name not in homes}
+            for name in [*self.engine.workers]:
+                if name not in workers:
+                    self.engine.drop(name)
+            for name in [*self.engine.blocks]:
+                if name not in blocks:
+                    self.engine.blocks.pop(name).close()
+            for name, tree in blocks.items():
+                if name not in self.engine.blocks:
+                    self.engine.share(name, tree)
+            for name, (path, args, _) in workers.items():
+                self.failures.pop(name, None)
+                if name not in self.engine.workers:
+                    self.engine.add(name, path, args)
+        log.info("holds %s", ", ".join(workers) or "no workers")
+
+    def _adopt(self, session: Session, run: str) -> None:
+        """Belong to the head at the other end of this session, unless another is there."""
+        with self._arrived:
+            if self.session is not None and self.session is not session and self.run not in ("", run):
+                raise Refused("this node works for another head")
+            before, self.session = self.session, session
+            self._arrived.notify_all()
+        if before is not None and before is not session:
+            before.close("another link took its place")
+
+    def _services(self, caller: str) -> Mapping[str, Any]:
+        """Stand-ins of the head's services for one worker's life."""
+        assert self.engine is not None
+        channel, numbers = f"{caller}-{secrets.token_hex(8)}", itertools.count()
+        return {name: Forward(self, channel, numbers, name) for name in self.engine.local}
+
+    def turn(self, name: str, number: int) -> None:
+        """Let a worker take a turn under lockstep; one asked twice is taken once."""
+        engine = self.engine
+        if engine is None or name not in engine.workers or not self.options.lockstep:
+            raise Refused(f"{name} takes no turns on this node")
+        with self._arrived:
+            known = self.turns.get(name)
+            if known is None or known[0] != number:
+                known = self.turns[name] = number, Future()
+                mine = True
+            else:
+                mine = False
+        if mine:
+            try:
+                engine.turn(name)
+                known[1].set_result(None)
+            except BaseException as error:
+                known[1].set_exception(error)
+        return known[1].result()
+
+    def _call(self, service: str, method: str, args: list[Any]) -> Any:
+        """Call a service that lives here, from this thread, which has stand-ins of its own."""
+        engine = self.engine
+        if engine is None or service not in engine.options.homes or method.startswith("_"):
+            raise ShoalError(f"there is no {service}.{method} on this node")
+        known = self._standins.__dict__
+        key = f"{id(engine)} {service}"
+        if key not in known:
+            known[key] = engine.standin(service)
+        return getattr(known[key], method)(*args)
+
+    def release(self, run: str) -> None:
+        """End the workers of a run, which is over."""
+        with self._change:
+            if run == self.run:
+                self._end()
+                with self._arrived:
+                    self.session = None
+                log.info("the run is over")
+
+    def _end(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+            self.nursery = self.nursery or Nursery(self.modules)
+        self.engine, self.run = None, ""
+        self.failures.clear()
+        self.turns.clear()
+
+    def _watch(self) -> None:
+        """See to the workers, and give up a head that stays away."""
+        while not self._closed.wait(0.05 if self.engine is not None and not self.options.lockstep else REPORT):
+            with self._change:
+                self._tend()
+            if self.session is None and self.engine is not None and time.monotonic() - self._left > PATIENCE:
+                log.warning("no link to the head for %g s: its workers are ended", PATIENCE)
+                with self._change:
+                    self._end()
+
+    def _tend(self) -> None:
+        """Notice what became of the workers; under lockstep, their turns do."""
+        if self.engine is None or self.options.lockstep:
+            return
+        try:
+            self.engine.watch(0.02)
+        except WorkerFailed as error:
+            for name, worker in [*self.engine.workers.items()]:
+                if worker.failure:
+                    if self.session is not None:  # else it failed for want of the head, and is started again with it
+                        self.failures[name] = str(error)
+                    self.engine.drop(name)
+        except ShoalError as error:  # the head asks for its workers again
+            log.error("the workers are ended: %s", error)
+            session = self.session
+            self._end()
+            if session is not None:
+                session.close(str(error))
+
+    def _report(self, session: Session) -> None:
+        """Tell the head about the workers, which is a sign of life as well."""
+        engine = self.engine
+        workers = {} if engine is None else engine.report()
+        lines = {} if engine is None else {name: worker.line for name, worker in [*engine.workers.items()]}
+        ended = [] if engine is None else [name for name, worker in [*engine.workers.items()] if worker.ended]
+        starting = engine is not None and engine.starting()
+        session.tell("report", self.run, workers, lines, ended, self.failures, starting)
+
+    def close(self) -> None:
+        """End everything."""
+        self._closed.set()
+        self._watching.join()
+        with self._change:
+            self._end()
+            if self.nursery is not None:
+                self.nursery.close()
+        with self._arrived:
+            self._arrived.notify_all()
+        if (session := self.session) is not None:  # the thread that stays with it forgets it as it ends
+            session.close("the node ends")
+            session.join()
+
+
+def _no_service(name: str) -> Any:
+    raise Refused(f"{name} cannot be called before there are workers")
+
+
+def _load(modules: tuple[str, ...]) -> None:
+    """Import what comparing with a head will need."""
+    for module in modules:
+        with suppress(ImportError):
+            importlib.import_module(module)
+
+
+def compare(here: Mapping[str, str], there: Mapping[str, str]) -> None:
+    """Refuse where what this machine would build is not what the head builds."""
+    for name in {**there, **here}:
+        if here.get(name) != there.get(name):
+            raise Refused(f"{name} differs: {here.get(name)} on this node, {there.get(name)} at the head")
+
+
+def listen(node: Node, address: str, terms: Terms) -> Gate:
+    """Wait for a head to come."""
+    return Gate(
+        address,
+        terms,
+        lambda _: node.answer,
+        lambda name, session: node.stay(session),
+        lambda peer, reason: log.warning("refused %s: %s", peer, reason),
+        certificates=True,
+    )
+
+
+def join(node: Node, address: str, terms: Terms, stopped: threading.Event) -> None:
+    """Go to a head that listens, and again whenever the link is lost, until stopped."""
+
+    def stay(name: str, session: Session) -> None:
+        log.info("joined %s at %s", name, address)
+        node.stay(session)
+
+    keep_meeting(address, terms, node.answer, stay, stopped)
+
+
+def work(
+    listen_at: str, join_at: str, terms: Terms, slots: int, packages: tuple[str, ...], modules: tuple[str, ...]
+) -> None:
+    """Be a node until the user or the system asks it to end."""
+    recipe.allow(packages)
+    node, stopped = Node(slots, packages, modules), threading.Event()
+    threading.Thread(target=_load, args=(modules,), name="load", daemon=True).start()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
+    gate = None
+    try:
+        if listen_at:
+            gate = listen(node, listen_at, terms)
+            log.info("node %s listens at %s with %d slots", terms.name, gate.address, slots)
+            stopped.wait()
+        else:
+            check_terms(terms, join_at)
+            joining = threading.Thread(target=join, args=(node, join_at, terms, stopped), daemon=True)
+            joining.start()
+            stopped.wait()
+    finally:
+        if gate is not None:
+            gate.close()
+        node.close()

@@ -1,0 +1,114 @@
+"""Learning apart and merging now and then: what speaks for a group, and what looks after the merged weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from shoal import envs
+from shoal.core.codec import Receiver, Sender
+from shoal.core.errors import Diverged
+from shoal.core.types import Array, Work
+from shoal.workers.learner import Model, Progress, Reports, Saver
+from shoal.workers.policy import pick_device
+from shoal.workers.shared import Shared
+from shoal.workers.snapshot import load_weights
+
+LOOKS = 10  # sets of weights that are published between two evaluations
+
+
+class Delegate:
+    """Speaks for a group of gradient workers: sends what they changed, and brings back what all groups did."""
+
+    def __init__(self, experiment: Any, model: Shared, averager: Any, group: str) -> None:
+        """Begin from the merged weights, whatever the block held."""
+        self.model, self.averager, self.group = model, averager, group
+        self.round, self.codec = experiment.federation.round, experiment.weights
+        self.metrics: dict[str, list[float]] = {}
+        self.steps = self.updates = 0
+
+    def _net(self) -> dict[str, Array]:
+        """The group's weights, in memory that its workers share."""
+        return {name.removeprefix("net/"): self.model.block[name] for name in self.model.block if name[:4] == "net/"}
+
+    def publish(self, now: Progress) -> None:
+        """Join, and go on from the merged weights."""
+        weights = self._net()
+        self.sender, self.receiver, self.sent = Sender(self.codec), Receiver(weights), 0
+        self.sum = {name: np.zeros_like(array) for name, array in weights.items()}
+        answer = self.averager.join(self.group)
+        self.life = answer["life"]
+        self._take(answer, {name: array.copy() for name, array in weights.items()}, now)
+        self.steps, self.updates = now.steps, now.updates
+
+    def after(self, metrics: Mapping[str, float]) -> None:
+        """Exchange weights when a round is over."""
+        for name, value in metrics.items():
+            self.metrics.setdefault(name, []).append(value)
+        now = self.model.now()
+        if now.steps - self.steps >= self.round:
+            self._exchange(now)
+
+    def finish(self, spec: Any) -> None:
+        """The other groups go on, or everyone has been told to stop."""
+        self.model.block["stop"][...] = 1
+
+    def _exchange(self, now: Progress) -> None:
+        snapshot = {name: array.copy() for name, array in self._net().items()}
+        self.sum = {name: self.sum[name] + (snapshot[name] - self.base[name]) for name in snapshot}
+        self.sender.publish(self.sent, self.sum)
+        message = self.sender.message(self.sent - 1)
+        means = {name: fmean(values) for name, values in self.metrics.items()}
+        steps, updates = now.steps - self.steps, now.updates - self.updates
+        try:
+            answer = self.averager.merge(self.group, self.life, self.receiver.version, steps, updates, message, means)
+            self._take(answer, snapshot, now)
+        except Diverged:
+            self.publish(now)
+        self.sent, self.steps, self.updates = self.sent + 1, now.steps, now.updates
+        self.metrics.clear()
+
+    def _take(self, answer: Mapping[str, Any], snapshot: Mapping[str, Array], now: Progress) -> None:
+        """Move to the merged weights, and keep what the group's workers did since the snapshot."""
+        merged: Any = self.receiver.take(answer["message"])
+        for name, array in self._net().items():
+            array += merged[name] - snapshot[name]
+        self.base = {name: np.array(array) for name, array in merged.items()}
+        self.model.block["elsewhere"][...] = answer["steps"] - now.steps
+        if answer["stop"]:
+            self.model.block["stop"][...] = 1
+
+
+def oversee(experiment: Any, averager: Any, parameters: Any, journal: Any, checkpoints: Any) -> Work:
+    """Report, publish and save the merged weights until the steps are used up or the journal says stop."""
+    model = Model(experiment.algorithm, envs.spec_of(experiment.environment), pick_device("cpu"))
+    seen, published, stop = -1, None, False
+    saver, reports = Saver(experiment, averager.status()["steps"]), Reports(journal, experiment.lockstep)
+    every = max(experiment.evaluation_interval // LOOKS, 1)
+    while not stop:
+        status = averager.status()
+        if status["version"] == seen:
+            stop = bool(journal.stopping())
+            yield False
+            continue
+        seen = status["version"]
+        now = Progress(status["steps"], status["updates"], seen)
+        done, due = now.steps >= experiment.steps, saver.due(now.steps)
+        stop = reports.learned(now, status["metrics"], done or due) or done
+        if not stop and (published is None or due or now.steps - published >= every):
+            load_weights(model.net, averager.newest())
+            parameters.publish(now.version, now.steps, 0, False, model.weights())
+            published = now.steps
+        if due and not stop:
+            saver.save(checkpoints, None, journal, now, model, scheduled=False)
+        yield True
+    averager.stop()
+    load_weights(model.net, averager.newest())
+    status = averager.status()
+    now = Progress(status["steps"], status["updates"], status["version"])
+    reports.learned(now, status["metrics"], urgent=True)
+    saver.save(checkpoints, None, journal, now, model, scheduled=False)
+    parameters.publish(now.version + 1, now.steps, 0, True, model.weights())

@@ -1,0 +1,82 @@
+"""Trust folders, made once: two of one authority, one of another, and one that has expired; and live nodes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from shoal.engines.links.certificates import initialise, issue
+from shoal.engines.links.greeting import Terms, meet
+from shoal.engines.links.session import Session
+from shoal.engines.node import Node, listen
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds `here` and `there` of one authority, `stranger` of another, and `expired`, of `here` as well."""
+    root = tmp_path_factory.mktemp("trust")
+    initialise(root / "here", ["node1.example.org", "10.0.0.1"])
+    issue(root / "here", root / "there", ["node2"])
+    initialise(root / "stranger", ["node1.example.org"])
+    issue(root / "here", root / "expired", ["node1.example.org"], days=1, begin=datetime.now(UTC) - timedelta(days=3))
+    return root
+
+
+@dataclass
+class Standing:
+    """A live node, a head's session with it that must go on whatever happens, and what the node has logged."""
+
+    node: Node
+    address: str
+    session: Session
+    caplog: pytest.LogCaptureFixture
+
+    def works(self) -> None:
+        """Make calls on the session that was there before."""
+        assert self.session.call("describe", seconds=20.0) == {"slots": 2, "run": ""}
+
+    def said(self, text: str) -> str:
+        """Wait until the node has logged a line with a text, and return the line."""
+        limit = time.monotonic() + 20
+        while time.monotonic() < limit:
+            for record in [*self.caplog.records]:
+                if text in record.getMessage():
+                    return str(record.getMessage())
+            threading.Event().wait(0.01)
+        raise AssertionError(f"{text!r} is not in {[record.getMessage() for record in self.caplog.records]}")
+
+    def refusals(self) -> list[str]:
+        """The lines about those who were refused."""
+        return [line for record in [*self.caplog.records] if (line := record.getMessage()).startswith("refused ")]
+
+    def meet(self, terms: Terms) -> Session:
+        """Come as another head."""
+        return meet(self.address, terms, lambda *_: None)[1]
+
+
+@pytest.fixture
+def stand(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[..., Standing]]:
+    """Make nodes, each with a good session, that are closed whatever happens."""
+    caplog.set_level("INFO", "shoal")
+    with ExitStack() as stack:
+
+        def stand(node: Terms, head: Terms, packages: tuple[str, ...] = ("shoal", "tests")) -> Standing:
+            made = Node(2, packages)
+            stack.callback(made.close)
+            gate = listen(made, "127.0.0.1:0", node)
+            stack.callback(gate.close)
+            _, session = meet(gate.address, head, lambda *_: None)
+            stack.callback(session.join)
+            stack.callback(session.close)
+            standing = Standing(made, gate.address, session, caplog)
+            standing.works()
+            return standing
+
+        yield stand

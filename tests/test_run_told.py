@@ -1,0 +1,40 @@
+"""What a summary says to people."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shoal.run import tell
+
+COUNTS = dict.fromkeys(("steps", "updates", "episodes", "faults", "seconds", "steps_per_s"), 10)
+ABOUT = {"algorithm": "a3c", "environment": "CartPole-v1", "engine": "cluster", "solved": None, "evaluations": []}
+REST = {"best_evaluation": None, "last_evaluation": None, "stopped_by": "steps", "target": None}
+
+
+def summary(**workers: object) -> dict[str, object]:
+    return {**COUNTS, **ABOUT, **REST, "workers": workers}
+
+
+def test_nodes_stand_with_their_workers_and_their_rates() -> None:
+    there = {"working": 0.9, "waits": {}, "moves_per_s": 20.25, "node": "one:7700", "away": False}
+    text = tell(
+        Path("run"),
+        summary(
+            learner={"working": 0.5, "waits": {"store.get": 0.4}, "moves_per_s": 3.0},
+            first=there,
+            second=there,
+            third={**there, "node": "two:7700", "away": True},
+        ),
+    )
+    lines = text.splitlines()
+    assert "learner: worked 50% of its time, waited 40% for store.get" in lines
+    assert "first on one:7700: worked 90% of its time" in lines
+    assert lines[-2:] == [
+        "node one:7700: 2 workers, 40.5 moves/s",
+        "node two:7700: 1 worker, 20.2 moves/s, away at the end",
+    ]
+
+
+def test_without_nodes_none_are_told() -> None:
+    text = tell(Path("run"), summary(learner={"working": 0.5, "waits": {}, "moves_per_s": 3.0}))
+    assert "node" not in text
