@@ -248,7 +248,7 @@ def break_things(net: Net, head: subprocess.Popen[bytes], node: subprocess.Popen
     until(lambda: time.monotonic() > restored, DOWN, "")
     assert head.poll() is None, net.head.log.read_text()
     second.plug("up")
-    until(lambda: second.says("holds", 2), 20, "a restored link is not used")
+    until(lambda: second.says("holds", 2), 40, "a restored link is not used")
     for machine in net.nodes:  # only now, or the run might be over before
         machine.slow(False)
     assert not third.says("failed"), third.log.read_text()  # nobody there is disturbed by what comes back
