@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import peers, replay, training
+from bench.actors import actors
 from bench.calls import calls
 from bench.limits import limits
 from bench.links import links
@@ -81,6 +82,7 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace], Tables]] = {
     "solve": solve_all,
     "calls": lambda options: calls(options.seconds),
     "links": lambda options: links(options.seconds),
+    "actors": lambda options: actors(options.seconds),
     "replay": lambda options: {"replay": replay.measure_all(min(options.seconds, 3.0), options.peers)},
 }
 

@@ -1,23 +1,27 @@
-"""Calls between two machines: our session over a websocket beside the bare library with the same bytes."""
+"""Calls between two machines: our session over each link beside the bare library with the same bytes."""
 
 from __future__ import annotations
 
 import multiprocessing
-import ssl
+import queue
+import socket
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from bench.calls import NATURE, ORDER, contest
 from shoal.core.tree import size_of
-from shoal.engines.links import tls, websocket
+from shoal.engines.links import tls
 from shoal.engines.links.certificates import Trust, initialise
-from shoal.engines.links.greeting import Gate, Terms, meet
+from shoal.engines.links.greeting import Gate, meet
 from shoal.engines.links.session import Session
+from shoal.engines.links.terms import Terms, split
 
 LOOPBACK = "127.0.0.1:0"
 SECONDS = 30.0  # that one call may take
@@ -46,26 +50,71 @@ class Shelf:
             return True
         return self.kept
 
-    def echo(self, connection: Any) -> None:
+    def echo(self, message: Any) -> Any:
         """The same with bytes: an order is answered by itself or by what is kept, anything else is kept."""
-        for message in connection:
-            order = len(message) == ORDER.size
-            if not order:
-                self.kept = message
-            fetched = order and ORDER.unpack(message)[0].startswith(b"get")
-            connection.send(self.kept if fetched else bytes(ORDER.size))
+        order = len(message) == ORDER.size
+        if not order:
+            self.kept = message
+        fetched = order and ORDER.unpack(bytes(message))[0].startswith(b"get")
+        return self.kept if fetched else bytes(ORDER.size)
 
 
-def serve(pipe: Any, folder: str) -> None:
+BARE = Shelf()  # in the other process, for libraries that call functions
+
+
+def bare_call(message: torch.Tensor) -> torch.Tensor:
+    """What torch RPC calls."""
+    answer = BARE.echo(message.numpy().data)
+    return torch.frombuffer(answer, dtype=torch.uint8)
+
+
+def serve(pipe: Any, link: str, folder: str) -> None:
     """Be the other machine: listen with our link and with the bare library, until the pipe closes."""
-    shelf, bare = Shelf(), Shelf()
-    terms = Terms("listener", folder)
-    gate = Gate(LOOPBACK, terms, lambda _: shelf.answer, lambda _, session: stay(session), print, certificates=True)
-    context = tls.server_context(Trust.inside(Path(folder))) if folder else None
-    server = library().sync.server.serve(bare.echo, *websocket.split(LOOPBACK), ssl=context, **PLAIN)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    pipe.send((gate.address, "{}:{}".format(*server.socket.getsockname())))
+    shelf = Shelf()
+    address = LOOPBACK
+    if link == "torchrpc":
+        with socket.create_server(split(LOOPBACK)) as free:
+            address = "{}:{}".format(*free.getsockname())
+    terms = Terms("listener", folder, link=link, rank=0, world=2)
+    gate = Gate(address, terms, lambda _: shelf.answer, lambda _, session: stay(session), print, certificates=True)
+    pipe.send((gate.address, START[link](folder)))
     pipe.recv()
+
+
+def websockets_bare(folder: str) -> str:
+    """A server of the bare websockets library."""
+    context = tls.server_context(Trust.inside(Path(folder))) if folder else None
+
+    def answer(connection: Any) -> None:
+        for message in connection:
+            connection.send(BARE.echo(message))
+
+    server = library().sync.server.serve(answer, *split(LOOPBACK), ssl=context, **PLAIN)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return "{}:{}".format(*server.socket.getsockname())
+
+
+def grpc_bare(folder: str) -> str:
+    """A server of bare gRPC: one stream, messages as they come."""
+    import grpc
+
+    handler = grpc.stream_stream_rpc_method_handler(lambda messages, _: (BARE.echo(each) for each in messages))
+    server = grpc.server(ThreadPoolExecutor(4), options=WIDE)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bare", {"Call": handler}),))
+    KEEP.append(server)
+    if folder:
+        trust = Trust.inside(Path(folder))
+        pair = trust.key.read_bytes(), trust.certificate.read_bytes()
+        port = server.add_secure_port(LOOPBACK, grpc.ssl_server_credentials([pair], trust.ca.read_bytes(), True))
+    else:
+        port = server.add_insecure_port(LOOPBACK)
+    server.start()
+    return f"127.0.0.1:{port}"
+
+
+KEEP: list[Any] = []
+WIDE = [("grpc.max_receive_message_length", 1 << 30), ("grpc.max_send_message_length", 1 << 30)]
+START = {"websocket": websockets_bare, "grpc": grpc_bare, "torchrpc": lambda folder: ""}
 
 
 def stay(session: Session) -> None:
@@ -73,11 +122,12 @@ def stay(session: Session) -> None:
     session.closed.wait()
 
 
-class Bare:
+class BareWebsocket:
     """The bare library's end of a connection."""
 
-    def __init__(self, address: str, context: ssl.SSLContext | None) -> None:
+    def __init__(self, address: str, folder: str) -> None:
         """Connect."""
+        context = tls.client_context(Trust.inside(Path(folder))) if folder else None
         url = f"{'wss' if context else 'ws'}://{address}"
         self.connection = library().sync.client.connect(url, ssl=context, proxy=None, **PLAIN)
 
@@ -87,15 +137,56 @@ class Bare:
         self.connection.recv()
 
 
+class BareStream:
+    """Bare gRPC's end of a stream."""
+
+    def __init__(self, address: str, folder: str) -> None:
+        """Connect."""
+        import grpc
+
+        if folder:
+            trust = Trust.inside(Path(folder))
+            parts = (each.read_bytes() for each in (trust.ca, trust.key, trust.certificate))
+            channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(*parts), WIDE)
+        else:
+            channel = grpc.insecure_channel(address, WIDE)
+        self.messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.answers = channel.stream_stream("/bare/Call")(iter(self.messages.get, None))
+
+    def call(self, message: bytes) -> None:
+        """Send a message and wait for one."""
+        self.messages.put(message)
+        next(self.answers)
+
+
+class BareRPC:
+    """Bare torch RPC, by the membership that our link has made."""
+
+    def __init__(self, address: str, folder: str) -> None:
+        """Nothing is needed."""
+
+    def call(self, message: bytes) -> None:
+        """Call with a tensor and wait for one."""
+        from torch.distributed import rpc
+
+        rpc.rpc_sync("head", bare_call, (torch.frombuffer(bytearray(message), dtype=torch.uint8),))
+
+
+CONTESTS: dict[str, Any] = {"websocket": BareWebsocket, "grpc": BareStream, "torchrpc": BareRPC}
+
+
 def links(seconds: float) -> dict[str, list[dict[str, Any]]]:
     """Time of small and large calls, and as multiples of what the bare library needs, without and with TLS."""
+    rows = []
     with tempfile.TemporaryDirectory() as place:
-        folder = str(initialise(Path(place) / "trust").folder)
-        tables = {"plain": measure("", seconds / 2), "TLS 1.3": measure(folder, seconds / 2)}
-    return {"links": [{"link": link, **row} for link, rows in tables.items() for row in rows]}
+        made = str(initialise(Path(place) / "trust").folder)
+        for link, folder in [("websocket", ""), ("websocket", made), ("grpc", ""), ("grpc", made), ("torchrpc", "")]:
+            name = f"{link}{', TLS' if folder else ''}"
+            rows += [{"link": name, **row} for row in measure(link, folder, seconds / 5)]
+    return {"links": rows}
 
 
-def measure(folder: str, seconds: float) -> list[dict[str, Any]]:
+def measure(link: str, folder: str, seconds: float) -> list[dict[str, Any]]:
     """All contests over one kind of link."""
     random = np.random.default_rng(0)
     weights = {str(index): random.standard_normal(shape, np.float32) for index, shape in enumerate(NATURE)}
@@ -103,12 +194,12 @@ def measure(folder: str, seconds: float) -> list[dict[str, Any]]:
     trees = {"rollout": rollout, "weights": weights}
     context = multiprocessing.get_context("spawn")
     pipe, end = context.Pipe()
-    process = context.Process(target=serve, args=(end, folder), daemon=True)
+    process = context.Process(target=serve, args=(end, link, folder), daemon=True)
     process.start()
     try:
         ours_at, bare_at = pipe.recv()
-        _, session = meet(ours_at, Terms("joiner", folder), lambda *_: None)
-        bare = Bare(bare_at, tls.client_context(Trust.inside(Path(folder))) if folder else None)
+        _, session = meet(ours_at, Terms("joiner", folder, link=link, rank=1, world=2), lambda *_: None)
+        bare = CONTESTS[link](bare_at, folder)
         ask = partial(session.call, seconds=SECONDS)
         order = {verb: ORDER.pack(verb.encode(), 0) for verb in ("same", "get")}
         rows = contest(

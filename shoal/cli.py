@@ -181,6 +181,10 @@ def list_(
 
 @app.command()
 def node(
+    file: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Argument(help="The head's YAML: join where its `network` listens, by the same link."),
+    ] = None,
     init: Annotated[bool, typer.Option("--init", help="Make certificates and a token for machines that join.")] = False,
     folder: Annotated[Optional[Path], typer.Option(help="The trust folder; otherwise ~/.shoal/trust.")] = None,  # noqa: UP045
     name: Annotated[
@@ -201,22 +205,37 @@ def node(
         typer.Option(help="A package beside shoal from which workers may be made; may be given several times."),
     ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Send plain text, off loopback too.")] = False,
+    link: Annotated[str, typer.Option(help="How frames travel: websocket, grpc or torchrpc.")] = "websocket",
+    rank: Annotated[int, typer.Option(help="With --link torchrpc: which of the machines this is, from 1.", min=0)] = 0,
+    world: Annotated[int, typer.Option(help="With --link torchrpc: machines in all, with the head.", min=0)] = 0,
 ) -> None:
-    """Let this machine take part in runs over the network."""
+    """Let this machine take part in runs over the network; with a FILE, in the run that it describes."""
     from shoal.engines.links.certificates import FOLDER, initialise, issue
 
+    if file:
+        from shoal.experiment import load
+
+        network = load(file).network
+        join = join or ("" if listen else network.listen)
+        link, world, insecure = network.link, network.world, insecure or network.insecure
+        folder = folder or (Path(network.trust) if network.trust else None)
     if init + bool(listen) + bool(join) != 1:
-        raise SettingsError("say what this machine shall do: --listen or --join, or --init before the first time")
+        raise SettingsError(
+            "say what this machine shall do: --listen, --join or a file with network.listen, or --init before the "
+            "first time"
+        )
     if not init:
         from shoal import topology
+        from shoal.engines import links
         from shoal.engines import node as nodes
-        from shoal.engines.links.greeting import Terms
+        from shoal.engines.links.terms import Terms
         from shoal.runs.provenance import usable_cores
 
         trust = "" if insecure or pin or not (folder or FOLDER.expanduser().is_dir()) else str(folder or FOLDER)
         secret = token.read_text().strip() if token else ""
         who = (name or [f"{socket.gethostname()}-{os.getpid()}"])[0]
-        terms = Terms(who, trust, pin, secret, insecure)
+        links.find(link)
+        terms = Terms(who, trust, pin, secret, insecure, link, rank, world)
         nodes.work(listen, join, terms, slots or int(usable_cores()), ("shoal", *(allow or [])), topology.MODULES)
         return
     where, again = (folder, f" --folder {folder}") if folder else (FOLDER, "")
@@ -230,6 +249,52 @@ def node(
             f"for each further machine, make a folder to copy there: shoal node --init{again} --for DIR --name NAME\n"
             "or take there only the token and the fingerprint; ca.key stays here"
         )
+
+
+benchmarks = typer.Typer(help="Measure engines on this machine.", no_args_is_help=True)
+app.add_typer(benchmarks, name="bench")
+
+
+@benchmarks.command("engines")
+def bench_engines(
+    names: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(help="Engines, such as processes or cluster/grpc; otherwise all that can run here."),
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="Seconds for each kind of call.", min=0.1)] = 3.0,
+    json_: Annotated[bool, typer.Option("--json", help="One line of JSON for each engine instead of a table.")] = False,
+) -> None:
+    """Measure calls, arrays and a small training on every engine, with the same work on each."""
+    from shoal.benchmarks import engines
+    from shoal.benchmarks.tables import show
+
+    chosen = engines.chosen(names or [])
+    show("engines", engines.measure(chosen, seconds), len(chosen), json_)
+
+
+@benchmarks.command("scale")
+def bench_scale(
+    engine: Annotated[str, typer.Option(help="The engine, such as processes or cluster/grpc.")] = "processes",
+    world: Annotated[str, typer.Option(help="Whose experience is sent: cartpole or pong.")] = "cartpole",
+    actors: Annotated[str, typer.Option(help="Numbers of actors.")] = "1,2,4,8,16,32,64,128,256",
+    rate: Annotated[float, typer.Option(help="Items that each actor sends in a second.", min=0.01)] = 5.0,
+    seconds: Annotated[float, typer.Option(help="Seconds for each number of actors.", min=0.1)] = 10.0,
+    json_: Annotated[bool, typer.Option("--json", help="One line of JSON for each row instead of a table.")] = False,
+) -> None:
+    """Measure the head against more and more actors, which send recorded experience and play nothing."""
+    from shoal.benchmarks import engines, scale
+    from shoal.benchmarks.tables import show
+
+    (name,) = engines.chosen([engine])
+    if world not in scale.WORLDS:
+        raise SettingsError(f"there is no world {world!r}: choose one of {', '.join(scale.WORLDS)}")
+    try:
+        counts = tuple(int(part) for part in actors.split(","))
+    except ValueError:
+        counts = (0,)
+    if min(counts) < 1:
+        raise SettingsError(f"--actors {actors}: give numbers from 1 on, with commas between them")
+    show(f"{world} on {name}", scale.measure(name, world, counts, rate, seconds), len(counts), json_)
 
 
 @app.command()

@@ -21,7 +21,7 @@ from shoal.core.recipe import path_of
 from shoal.core.replaying import Replaying
 from shoal.core.settings import Schedule, Settings
 from shoal.engines import ENGINES
-from shoal.engines.options import Network
+from shoal.engines.options import Network, Room
 from shoal.envs import Environment
 from shoal.runs.provenance import usable_cores
 from shoal.sections import Evaluation, Federation, Limits, Saving
@@ -38,7 +38,9 @@ class Experiment(Settings):
 
     environment: Environment = Field(description="The environment: `id`, and how it is treated.")
     algorithm: Any = Field(description="The algorithm: `name` and its settings.")
-    engine: str = Field("processes", description="Where workers run: inline, threads, processes, cluster, or your own.")
+    engine: str = Field(
+        "processes", description="Where workers run: inline, threads, processes, ray, cluster, or your own."
+    )
     topology: Literal["actors_and_learner", "gradient_workers", "federated"] | None = Field(
         None,
         description="Who learns: one learner from its actors; every worker, on a network that all share; or groups of "
@@ -61,6 +63,7 @@ class Experiment(Settings):
     )
     nodes: tuple[str, ...] = Field((), description="Addresses HOST:PORT of the nodes of the engine `cluster`.")
     network: Network = Field(default_factory=Network, description="How machines find and trust each other.")
+    ray: Room = Field(default_factory=Room, description="What the engine `ray` asks of its cluster.")
     evaluation: Evaluation = Field(default_factory=Evaluation, description="When and how the policy is scored.")
     checkpoints: Saving = Field(default_factory=Saving, description="When checkpoints are saved and how many stay.")
     limits: Limits = Field(default_factory=Limits, description="How long is too long.")
@@ -112,6 +115,10 @@ class Experiment(Settings):
         if self.engine == "cluster" and self.topology_name == "gradient_workers":
             raise ValueError(
                 "gradient workers share the memory of one machine: on engine cluster, set topology: federated"
+            )
+        if self.engine == "cluster" and self.network.link == "torchrpc" and (self.nodes or self.network.world < 2):
+            raise ValueError(
+                "link torchrpc counts machines that join: leave nodes out, and set network.listen and network.world"
             )
         if self.engine != "cluster" and self.nodes:
             raise ValueError(f"engine {self.engine} knows no nodes: set engine to cluster")

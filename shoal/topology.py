@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shoal import envs
-from shoal.core.errors import SettingsError
+from shoal.core.errors import SettingsError, nearest
 from shoal.core.randomness import derive
 from shoal.core.recipe import describe, path_of
 from shoal.core.tree import map_tree
 from shoal.core.types import Spec
-from shoal.engines.options import Machines, Options
+from shoal.engines.options import Machines, Options, Room
 from shoal.experiment import Experiment
 from shoal.runs.checkpoint import Checkpoints
 from shoal.runs.recorder import record
@@ -47,12 +48,32 @@ def options(experiment: Experiment, resumed_at: int = 0) -> Options:
         lockstep=experiment.lockstep,
         homes=homes(experiment),
         observers=frozenset({"recorder"}),
+        relays=frozenset({"parameters"}),
         restartable=frozenset({"evaluator", *players(experiment)}),
         # A learner goes back to its checkpoint; under lockstep that would not repeat what the others did since.
         revivable=frozenset() if experiment.lockstep else frozenset({"learner"}),
         machines=machines(experiment) if experiment.engine == "cluster" else None,
+        room=room(experiment) if experiment.engine == "ray" else None,
         **experiment.limits.model_dump(),
     )
+
+
+def room(experiment: Experiment) -> Room:
+    """What the workers ask of a Ray cluster: a learner that computes on a GPU asks for one, unless told otherwise."""
+    from shoal.workers.policy import pick_device
+
+    asked = experiment.ray
+    leads = {"federated": "overseer", "actors_and_learner": "learner"}.get(experiment.topology_name)
+    roles = [*filter(None, [leads]), "gradient" if experiment.shared else "actor", "evaluator"]
+    for setting in ("cpus", "gpus", "custom"):
+        for role in getattr(asked, setting):
+            if role not in roles:
+                raise SettingsError(f"ray.{setting}: no worker is a {role!r}: {', '.join(roles)}{nearest(role, roles)}")
+    gpus = {"learner": 1.0} if leads == "learner" and pick_device(experiment.device).type == "cuda" else {}
+    for role in roles[-2:]:
+        if experiment.actor_device == "cuda" and not asked.gpus.get(role):
+            raise SettingsError(f"ray.gpus: a {role} on actor_device cuda needs a share of a GPU, such as {role}: 0.1")
+    return asked.model_copy(update={"gpus": {**gpus, **asked.gpus}})
 
 
 def machines(experiment: Experiment) -> Machines:
@@ -69,7 +90,7 @@ def facts(experiment: Experiment) -> dict[str, str]:
     """What two machines must agree on before they work together."""
     net = experiment.algorithm.build(envs.spec_of(experiment.environment))
     shapes = [[name, str(value.dtype), list(value.shape)] for name, value in net.state_dict().items()]
-    settings = experiment.model_dump(mode="json", exclude={"nodes", "network"})
+    settings = experiment.model_dump(mode="json", exclude={"nodes", "network", "ray"})
     return {"architecture hash": _digest(shapes), "experiment hash": _digest(settings)}
 
 
@@ -113,88 +134,85 @@ def replay_shape(experiment: Experiment, spec: Spec) -> tuple[int, Any]:
     return getattr(experiment.algorithm.experience, "overlap", 0), stack
 
 
+@dataclass(frozen=True)
+class Desk:
+    """The services that every run has."""
+
+    journal: Any
+    parameters: Any
+    checkpoints: Any
+
+
 def start(experiment: Experiment, engine: Any, run: Path, state: Mapping[str, Any]) -> tuple[Any, Any, list[str]]:
     """Start everyone; returns the journal, the weights, and the workers whose end is the run's.
 
     `state` is that of the checkpoint from which the run goes on, empty at its beginning.
     """
-    return TOPOLOGIES[experiment.topology_name](experiment, engine, run, state)
-
-
-def actors_and_learner(
-    experiment: Experiment, engine: Any, run: Path, state: Mapping[str, Any]
-) -> tuple[Any, Any, list[str]]:
-    """Actors fill a store, a learner takes from it, an evaluator looks on."""
-    from shoal.workers.actor import act
     from shoal.workers.evaluator import evaluate
+
+    if experiment.shared and not hasattr(engine, "share"):
+        topology = experiment.topology_name
+        raise SettingsError(f"engine {experiment.engine} has no shared memory, which topology {topology} needs")
+    desk = Desk(
+        engine.serve("journal", Journal, experiment.evaluation.target, state.get("journal")),
+        engine.serve("parameters", Parameters, experiment.weights),
+        engine.serve("checkpoints", Checkpoints, str(run.resolve()), experiment.checkpoints.keep),
+    )
+    last = TOPOLOGIES[experiment.topology_name](experiment, engine, run, state, desk)
+    engine.run("evaluator", evaluate, experiment, desk.parameters, desk.journal, desk.checkpoints)
+    engine.run("recorder", record, experiment, run, state.get("steps", 0), desk.journal, engine.report)
+    return desk.journal, desk.parameters, [last, "evaluator"]
+
+
+def actors_and_learner(experiment: Experiment, engine: Any, run: Path, state: Mapping[str, Any], desk: Desk) -> str:
+    """Actors fill a store, a learner takes from it; returns who ends last, as the others do."""
+    from shoal.workers.actor import act
     from shoal.workers.learner import learn
 
-    journal = engine.serve("journal", Journal, experiment.evaluation.target, state.get("journal"))
-    parameters = engine.serve("parameters", Parameters, experiment.weights)
     store = serve_store(experiment, engine)
-    checkpoints = engine.serve("checkpoints", Checkpoints, str(run.resolve()), experiment.checkpoints.keep)
-    engine.run("learner", learn, experiment, store, parameters, journal, checkpoints)
+    engine.run("learner", learn, experiment, store, desk.parameters, desk.journal, desk.checkpoints)
     for index, name in enumerate(players(experiment)):
-        engine.run(name, act, experiment, index, state.get("period", 0), store, parameters, journal)
-    engine.run("evaluator", evaluate, experiment, parameters, journal, checkpoints)
-    engine.run("recorder", record, experiment, run, state.get("steps", 0), journal, engine.report)
-    return journal, parameters, ["learner", "evaluator"]
+        engine.run(name, act, experiment, index, state.get("period", 0), store, desk.parameters, desk.journal)
+    return "learner"
 
 
-def gradient_workers(
-    experiment: Experiment, engine: Any, run: Path, state: Mapping[str, Any]
-) -> tuple[Any, Any, list[str]]:
-    """Every worker plays and learns, on one network and one optimizer in shared memory; an evaluator looks on."""
-    from shoal.workers.evaluator import evaluate
+def gradient_workers(experiment: Experiment, engine: Any, run: Path, state: Mapping[str, Any], desk: Desk) -> str:
+    """Every worker plays and learns, on one network and one optimizer in shared memory."""
     from shoal.workers.gradient import gradient
     from shoal.workers.shared import contents
 
-    if not hasattr(engine, "share"):
-        raise SettingsError(f"engine {experiment.engine} has no shared memory, which topology gradient_workers needs")
-    journal = engine.serve("journal", Journal, experiment.evaluation.target, state.get("journal"))
-    parameters = engine.serve("parameters", Parameters)
-    checkpoints = engine.serve("checkpoints", Checkpoints, str(run.resolve()), experiment.checkpoints.keep)
     store = serve_store(experiment, engine) if experiment.replay else None
-    saved = checkpoints.load(experiment.lockstep)
+    saved = desk.checkpoints.load(experiment.lockstep)
     if store is not None and saved is not None:
         store.restore(saved.get("store", {}))
     block = engine.share("block", contents(experiment, saved))
+    given = (block, desk.parameters, desk.journal, desk.checkpoints, store)
     for index, name in enumerate(players(experiment)):
-        engine.run(name, gradient, experiment, index, block, parameters, journal, checkpoints, store)
-    engine.run("evaluator", evaluate, experiment, parameters, journal, checkpoints)
-    engine.run("recorder", record, experiment, run, state.get("steps", 0), journal, engine.report)
-    return journal, parameters, [players(experiment)[-1], "evaluator"]
+        engine.run(name, gradient, experiment, index, *given)
+    return players(experiment)[-1]
 
 
-def federated(experiment: Experiment, engine: Any, run: Path, state: Mapping[str, Any]) -> tuple[Any, Any, list[str]]:
+def federated(experiment: Experiment, engine: Any, run: Path, state: Mapping[str, Any], desk: Desk) -> str:
     """Groups of gradient workers learn apart, each on one machine, and merge their networks now and then."""
-    from shoal.workers.evaluator import evaluate
     from shoal.workers.federate import oversee
     from shoal.workers.gradient import gradient
     from shoal.workers.shared import contents
 
-    if not hasattr(engine, "share"):
-        raise SettingsError(f"engine {experiment.engine} has no shared memory, which topology federated needs")
-    journal = engine.serve("journal", Journal, experiment.evaluation.target, state.get("journal"))
-    parameters = engine.serve("parameters", Parameters, experiment.weights)
-    checkpoints = engine.serve("checkpoints", Checkpoints, str(run.resolve()), experiment.checkpoints.keep)
     saved = Checkpoints(str(run.resolve()), experiment.checkpoints.keep).load(experiment.lockstep)
     tree = contents(experiment, saved)
     weights = {name.removeprefix("net/"): array for name, array in tree.items() if name.startswith("net/")}
     begun = [int(tree[name].sum()) for name in ("steps", "updates")]
     averager = engine.serve("averager", Averager, weights, experiment.weights, *begun)
-    engine.run("overseer", oversee, experiment, averager, parameters, journal, checkpoints)
+    engine.run("overseer", oversee, experiment, averager, desk.parameters, desk.journal, desk.checkpoints)
     for name in ("steps", "updates"):  # each group counts its own
         tree[name][...] = 0
     for group in groups(experiment):
         store = serve_store(experiment, engine, f"{group}/store") if experiment.replay else None
         block = engine.share(f"{group}/block", tree)
+        given = (block, desk.parameters, desk.journal, desk.checkpoints, store, averager, group)
         for index in range(experiment.actor_count):
-            args = (experiment, index, block, parameters, journal, checkpoints, store, averager, group)
-            engine.run(f"{group}/gradient-{index}", gradient, *args)
-    engine.run("evaluator", evaluate, experiment, parameters, journal, checkpoints)
-    engine.run("recorder", record, experiment, run, state.get("steps", 0), journal, engine.report)
-    return journal, parameters, ["overseer", "evaluator"]
+            engine.run(f"{group}/gradient-{index}", gradient, experiment, index, *given)
+    return "overseer"
 
 
 TOPOLOGIES = {

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import secrets
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +23,53 @@ import pytest
 import torch
 
 from shoal import topology
-from shoal.engines.links.greeting import Terms
+from shoal.engines.links.terms import Terms
 from shoal.engines.node import Node, listen
+from shoal.runs import plots
+from tests.engines.simulated import LOOPBACK, Simulated, simulated
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)  # the same examples every time
 hypothesis.settings.load_profile("suite")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # behaviour is the same everywhere; a few tests want a GPU
 
+os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # not the one in a user's home
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests that want a Ray cluster together, and begin with those that take longest."""
+    for item in items:
+        given = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        if any(isinstance(value, str) and value == "ray" for value in given):
+            item.add_marker(pytest.mark.xdist_group("ray"))
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Show the tables that tests made, from whichever process they ran in."""
+    for report in terminalreporter.getreports("passed"):
+        for name, text in report.user_properties:
+            if name == "table":
+                terminalreporter.write_line(f"\n{text}")
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[Simulated]:
+    """Two simulated nodes of Ray, which take seconds to start, for all tests that want them."""
+    with simulated(4, 4) as cluster:
+        yield cluster
+
 
 def open_sockets() -> set[str]:
     """What this process's descriptors of sockets and shared memory point to."""
     found = set()
+    connections = psutil.Process().net_connections("tcp") if KEPT else []
+    kept = {one.fd for one in connections for end in (one.laddr, one.raddr) if end and end.port in KEPT}
+    kept |= connections_of_ray()
     for descriptor in os.listdir("/proc/self/fd"):
+        if int(descriptor) in kept:
+            continue
         try:
             target = os.readlink(f"/proc/self/fd/{descriptor}")
         except OSError:
@@ -41,11 +79,38 @@ def open_sockets() -> set[str]:
     return found
 
 
+KEPT: set[int] = set()  # processes, and ports of torch's store, that are there for all tests
+
+
+def children(process: psutil.Process | None = None) -> list[str]:
+    """The processes that this one has started, and theirs, but for those that are kept."""
+    found = []
+    for child in (process or psutil.Process()).children():
+        if child.pid not in KEPT:
+            with suppress(psutil.NoSuchProcess):
+                found += [f"process {child.pid} {child.name()}", *children(child)]
+    return found
+
+
+def connections_of_ray() -> set[int]:
+    """Descriptors that Ray's library keeps once it has met a cluster: open to the shared one, or closed by another."""
+    if "ray" not in sys.modules:
+        return set()
+    known = {one.fd: one.raddr for one in psutil.Process().net_connections("all")}
+    kept = {fd for fd, peer in known.items() if getattr(peer, "ip", "").endswith(LOOPBACK)}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:") and int(name) not in known:
+                kept.add(int(name))
+    assert len(kept) < 10  # a handful, however often an engine came and went
+    return kept
+
+
 def left_over(before: tuple[set[int], set[str], set[str]]) -> list[str]:
     """Threads, processes, sockets and shared memory that were not there before."""
     threads, sockets, blocks = before
     new = [f"thread {thread.name}" for thread in threading.enumerate() if thread.ident not in threads]
-    new += [f"process {child.pid} {child.name()}" for child in psutil.Process().children(recursive=True)]
+    new += children()
     new += [f"socket {name}" for name in open_sockets() - sockets]
     new += [f"shared memory {name}" for name in set(os.listdir("/dev/shm")) - blocks]
     return new
@@ -59,7 +124,35 @@ def nothing_left() -> Iterator[None]:
     limit = time.monotonic() + 10
     while (new := left_over(before)) and time.monotonic() < limit:
         time.sleep(0.02)  # what is ending may take a moment; the limit is what counts
+        gc.collect()  # memory that is mapped goes with the last array in it
     assert not new, f"left behind: {new}"
+
+
+DRAWN = ("test_cli", "test_docs_examples", "test_plots", "test_run")  # where pictures of runs are looked at
+
+
+@pytest.fixture(autouse=True)
+def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the picture at the end of each run, which takes longer than most of them."""
+    if not request.path.stem.startswith(DRAWN):
+        monkeypatch.setattr(plots, "curve", lambda rows, path, *_: path)
+
+
+@pytest.fixture(scope="session")
+def counted_node() -> Iterator[str]:
+    """The address at which a node of a process of its own looks for a head by torch RPC, one head after the other."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    words = ["node", "--link", "torchrpc", "--join", address, "--rank", "1", "--world", "2", "--slots", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from shoal.cli import main; main()", *words, "--allow", "tests"],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        stderr=subprocess.DEVNULL,
+    )
+    KEPT.update({process.pid, int(address.rpartition(":")[2])})
+    yield address
+    process.kill()
+    process.wait()
 
 
 @pytest.fixture
@@ -90,20 +183,28 @@ def command(tmp_path: Path) -> Iterator[Any]:
 
 
 @pytest.fixture
-def hosted() -> Iterator[Callable[..., dict[str, Any]]]:
-    """The settings that choose an engine; for `cluster`, nodes wait on this machine."""
+def hosted(request: pytest.FixtureRequest) -> Iterator[Callable[..., dict[str, Any]]]:
+    """The settings that choose an engine and a link; for `cluster`, nodes wait on this machine."""
     nodes: list[Any] = []
-    addresses: list[str] = []
+    addresses: dict[str, list[str]] = {}
 
-    def choose(engine: str, machines: int = 1) -> dict[str, Any]:
+    def choose(name: str, machines: int = 1) -> dict[str, Any]:
+        engine, _, link = name.partition("/")
+        if engine == "ray":
+            return {"engine": engine, "ray": {"address": request.getfixturevalue("ray_cluster").address}}
         if engine != "cluster":
             return {"engine": engine}
-        while len(addresses) < machines:
+        if link == "torchrpc":  # of which there is one in a process
+            address = request.getfixturevalue("counted_node")
+            return {"engine": engine, "network": {"link": link, "listen": address, "world": 2}}
+        link = link or "websocket"
+        known = addresses.setdefault(link, [])
+        while len(known) < machines:
             nodes.append(Node(1, ("shoal", "tests"), topology.MODULES))
-            gate = listen(nodes[-1], "127.0.0.1:0", Terms("node"))
+            gate = listen(nodes[-1], "127.0.0.1:0", Terms("node", link=link))
             nodes.append(gate)
-            addresses.append(gate.address)
-        return {"engine": engine, "nodes": addresses}
+            known.append(gate.address)
+        return {"engine": engine, "nodes": known, "network": {"link": link}}
 
     yield choose
     for one in nodes:

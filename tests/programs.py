@@ -11,11 +11,37 @@ from gymnasium import spaces
 from pydantic import Field
 from torch import Tensor, nn
 
+import shoal
 from shoal.core.settings import Schedule, Settings
 from shoal.core.types import Act, Batch, Loss, NStep, Sequence, Spec, Step
+from shoal.engines import ENGINES
 from shoal.engines.inline import Inline
 
+# Each worker of `ray` takes seconds to start: tests/engines/test_ray.py has the runs on it.
+QUICK = [name for name in ENGINES if name != "ray"]
 LOCAL = ("inline", "threads", "processes")  # for runs in which it does not matter on which machine anyone lives
+
+
+def small(algorithm: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Settings of a run of two workers that is over in seconds and is scored and saved on the way."""
+    return {
+        "environment": {"id": "CartPole-v1"},
+        "algorithm": algorithm,
+        "actors": 2,
+        "envs": 2,
+        "threads": 1,
+        "steps": 480,
+        "evaluation": {"episodes": 2, "every": 160},
+        "checkpoints": {"every": 130, "keep": 9},
+        **more,
+    }
+
+
+def outcome(run: shoal.Run) -> Any:
+    """What must be equal in runs that are equal."""
+    summary = run.summary
+    scores = [(item["steps"], item["mean"]) for item in summary["evaluations"]]
+    return [summary[key] for key in ("weights_sha256", "steps", "updates", "episodes")], scores
 
 
 class Misaligned(Exception):

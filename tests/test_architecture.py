@@ -22,6 +22,7 @@ ALLOWED = {
     "engines": {"core"},
     "workers": {"core", "envs"},
     "runs": {"core"},
+    "benchmarks": {"", "core", "engines", "envs", "services", "workers"},
 }
 FORBIDDEN_WORDS = ("policy", "reward", "learner", "actor", "episode", "observation", "experience")
 

@@ -67,9 +67,13 @@ SLIPS = {
     ("evaluate", "latest"): "there is none in runs/",
     ("list", "algorithm"): "algorithms",
     ("config", CARTPOLE, "checkpoints.kep=2"): "keep",
-    ("node",): "--listen or --join",
+    ("node",): "--listen, --join or a file",
     ("node", "--init", "--folder", "t", "--name", "http://node1"): "neither a host name nor an address",
     ("node", "--init", "--folder", "t", "--for", "u"): "there is no trust folder t",
+    ("node", "--join", "127.0.0.1:7700", "--link", "gprc"): "did you mean 'grpc'",
+    ("bench", "engines", "proceses"): "did you mean 'processes'",
+    ("bench", "scale", "--world", "chess"): "choose one of cartpole, pong",
+    ("bench", "scale", "--actors", "1,x"): "give numbers from 1 on",
 }
 
 
@@ -143,7 +147,7 @@ def test_list_names_what_there_is(shell: Any, what: str | None) -> None:
 def test_help_names_every_command_and_each_has_a_sentence(shell: Any) -> None:
     code, output, _ = shell("--help")
     assert code == 0
-    for name in ("train", "resume", "evaluate", "play", "plot", "config", "list", "node", "doctor"):
+    for name in ("train", "resume", "evaluate", "play", "plot", "config", "list", "node", "bench", "doctor"):
         assert name in output
         assert len(shell(name, "--help")[1]) > 200
 
@@ -165,6 +169,18 @@ def test_node_makes_trust_for_this_machine_and_for_others(shell: Any, tmp_path: 
     code, _, errors = shell(*words)
     assert code == 2
     assert "is there already and nothing in it is overwritten" in errors
+
+
+def test_node_takes_part_in_the_run_of_a_file(shell: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[Any] = []
+    monkeypatch.setattr("shoal.engines.node.work", lambda *args: heard.append(args))
+    network = {"listen": "127.0.0.1:7700", "link": "grpc", "trust": "folder"}
+    plan = {"environment": {"id": "CartPole-v1"}, "algorithm": {"name": "impala"}, "engine": "cluster"}
+    (tmp_path / "run.yaml").write_text(json.dumps({**plan, "network": network}))
+    assert shell("node", "run.yaml", "--slots", "3", "--name", "one")[0] == 0
+    listen, join, terms, slots, *_ = heard[0]
+    assert (listen, join, slots) == ("", "127.0.0.1:7700", 3)
+    assert (terms.name, terms.link, terms.trust, terms.insecure) == ("one", "grpc", "folder", False)
 
 
 def test_node_takes_the_name_of_this_machine_and_the_folder_in_the_home(

@@ -17,7 +17,7 @@ from shoal import engines, topology
 from shoal.core.errors import SettingsError
 from shoal.runs import checkpoint
 from shoal.training import fingerprint
-from tests.programs import LOCAL
+from tests.programs import LOCAL, outcome, small
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 EVERY = pytest.mark.parametrize("engine", LOCAL)  # memory is shared within one machine
@@ -42,25 +42,7 @@ ALGORITHMS: dict[str, Any] = {
 
 def settings(algorithm: str, **more: Any) -> dict[str, Any]:
     """A small run of two workers."""
-    return {
-        "environment": {"id": "CartPole-v1"},
-        "algorithm": ALGORITHMS[algorithm],
-        "topology": "gradient_workers",
-        "actors": 2,
-        "envs": 2,
-        "threads": 1,
-        "steps": 900,
-        "evaluation": {"episodes": 3, "every": 300},
-        "checkpoints": {"every": 250, "keep": 9},
-        **more,
-    }
-
-
-def outcome(run: shoal.Run) -> Any:
-    """What must be equal in runs that are equal."""
-    summary = run.summary
-    scores = [(item["steps"], item["mean"]) for item in summary["evaluations"]]
-    return [summary[key] for key in ("weights_sha256", "steps", "updates", "episodes")], scores
+    return small(ALGORITHMS[algorithm], topology="gradient_workers", **more)
 
 
 @EVERY
@@ -80,11 +62,8 @@ def test_replay_learns_too(tmp_path: Path) -> None:
     assert newest["updates"] > 1.5 * newest["steps"] / (20 * 8)  # of 20 steps in 8 environments each, once fresh
 
 
-def test_memory_needs_the_lstm(tmp_path: Path) -> None:
-    assert shoal.train(CONFIGS / "a3c_memory.yaml", tmp_path / "with").solved
-    changes = {"algorithm.network.lstm": 0, "steps": 60_000}
-    without = shoal.train(CONFIGS / "a3c_memory.yaml", tmp_path / "without", **changes)
-    assert without.summary["best_evaluation"] < 0.6  # guessing gives 0 ± 0.16 over 40 episodes
+def test_a_memory_is_learned(tmp_path: Path) -> None:
+    assert shoal.train(CONFIGS / "a3c_memory.yaml", tmp_path / "run").solved  # without: tests/test_training.py
 
 
 @pytest.mark.parametrize(("engine", "rule"), [("inline", "adam"), ("threads", "rmsprop"), ("processes", "adam")])

@@ -19,7 +19,7 @@ import pytest
 
 from shoal.engines.links.certificates import initialise, issue
 
-pytestmark = pytest.mark.timeout(400)  # for a machine that is busy with other things
+pytestmark = [pytest.mark.xdist_group("machines"), pytest.mark.timeout(400)]  # for a machine that is busy otherwise
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
 PORT = 7700

@@ -176,3 +176,9 @@ class Engine(Protocol):
     def close(self) -> None:
         """End everything; nothing survives it."""
         ...
+
+
+def settled(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a service's method whose answers never change once given: engines may hand one copy of each to many."""
+    method.settled = True  # type: ignore[attr-defined]
+    return method

@@ -13,6 +13,7 @@ ENGINES = {
     "inline": "shoal.engines.inline:Inline",
     "threads": "shoal.engines.threads:Threads",
     "processes": "shoal.engines.processes:Processes",
+    "ray": "shoal.engines.ray:Ray",
     "cluster": "shoal.engines.cluster:Cluster",
 }
 

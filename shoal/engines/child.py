@@ -18,9 +18,10 @@ from typing import Any
 from shoal.core.errors import DeadlineExceeded, Fatal, ServiceFailed, ServiceLost, ShoalError, WireError
 from shoal.core.randomness import Randomness, seed_everything
 from shoal.core.recipe import allow, find, rebuild
+from shoal.core.wire import shared_size
 from shoal.engines.block import opened
 from shoal.engines.driving import Activity, Bell, Local, advance, drive, stacks
-from shoal.engines.pipe import Pipe
+from shoal.engines.pipe import LARGE, Pipe, Shelf
 
 BEAT = 0.5  # seconds between signs of life
 ORPHANED = 5.0  # seconds to end in order after the head has gone
@@ -62,15 +63,19 @@ class Remote:
         return call
 
 
-def answer_calls(pipe: Pipe, services: Mapping[str, Any], ready: threading.Event, bell: Bell) -> None:
+def answer_calls(pipe: Pipe, services: Mapping[str, Any], ready: threading.Event, bell: Bell, shelf: Shelf) -> None:
     """Answer one caller until it goes; a broken caller harms only itself."""
     ready.wait()
     try:
         while True:
             (name, method, args), _ = pipe.receive(copy=False)
             try:
-                value = getattr(services[name], method)(*args)
-                pipe.send((True, value))
+                function = getattr(services[name], method)
+                value = function(*args)
+                if getattr(function, "settled", False) and shared_size(value) >= LARGE:
+                    pipe.send_kept(shelf.keep(value, (True, value)))
+                else:
+                    pipe.send((True, value))
             except (ServiceLost, WireError):
                 raise
             except Exception:
@@ -101,7 +106,7 @@ class Child:
             pipe.set_deadline(self.start["deadline"])
         self.activity = Activity(self.start["name"])
         self.services: dict[str, Local] = {}
-        self.bell = Bell()
+        self.bell, self.shelf = Bell(), Shelf()
         self.ready = threading.Event()
         self.stopped = threading.Event()
         self.turns: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -121,7 +126,7 @@ class Child:
                     pipe = Pipe(socket.socket(fileno=descriptors[0]))
                     threading.Thread(
                         target=answer_calls,
-                        args=(pipe, self.services, self.ready, self.bell),
+                        args=(pipe, self.services, self.ready, self.bell, self.shelf),
                         name="calls",
                         daemon=True,
                     ).start()

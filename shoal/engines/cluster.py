@@ -11,9 +11,7 @@ import logging
 import secrets
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -23,9 +21,12 @@ from shoal.core.errors import DeadlineExceeded, Refused, ServiceFailed, ServiceL
 from shoal.core.randomness import derive
 from shoal.core.recipe import describe, path_of, services_in
 from shoal.core.types import Array, Work
-from shoal.engines.links.greeting import Answer, Gate, Terms, check_terms, keep_meeting
+from shoal.engines.driving import Patience
+from shoal.engines.links.greeting import Answer, Gate, keep_meeting
 from shoal.engines.links.session import Session
+from shoal.engines.links.terms import Terms
 from shoal.engines.nursery import Nursery
+from shoal.engines.once import Once
 from shoal.engines.options import Machines, Options
 from shoal.engines.placement import HERE, place
 from shoal.engines.processes import HEAD, Processes
@@ -34,7 +35,6 @@ from shoal.engines.worker import recipe_of
 
 log = logging.getLogger("shoal")
 BEAT = 1.0  # seconds between signs of life
-CHANNELS = 4096  # callers whose last answer is remembered
 SHARED = ("seed", "lockstep", "restarts", "deadline", "stall", "silence")  # options that nodes are told
 
 
@@ -45,14 +45,17 @@ class Cluster:
         """Begin to look for nodes."""
         machines = options.machines or Machines()
         self.options, self.machines, self.network = options, machines, machines.network
-        self.terms = Terms("head", self.network.trust, insecure=self.network.insecure)
+        network = self.network
+        self.terms = Terms(
+            "head", network.trust, insecure=network.insecure, link=network.link, rank=0, world=network.world
+        )
         addresses = [*machines.nodes, *filter(None, [self.network.listen])]
         if not addresses:
             raise ShoalError(
                 "the cluster has no machines: name them in nodes, or set network.listen for those that join"
             )
         for address in addresses:
-            check_terms(self.terms, address)
+            self.terms.check(address)
         self.here = Processes(options, nursery)
         self.run_name = secrets.token_hex(8)
         self.stations: dict[str, Station] = {}
@@ -63,7 +66,7 @@ class Cluster:
         self.order: list[str] = []
         self.turns = 0
         self.failure: ShoalError | None = None
-        self.answers: OrderedDict[str, tuple[int, Future[Any]]] = OrderedDict()
+        self.answers = Once()
         self._standins = threading.local()
         self._news = threading.Condition()
         self._closed = threading.Event()
@@ -147,7 +150,7 @@ class Cluster:
                 session.tell("beat")
         with self._news:
             if station.session is session:
-                station.session, station.left = None, time.monotonic()
+                station.session, station.left, station.starting = None, time.monotonic(), False
                 if not self._closed.is_set():
                     log.warning("node %s is away: %s", name, session.lost)
         session.join()
@@ -159,7 +162,8 @@ class Cluster:
         """Answer a node."""
         if kind == "call":
             self._check_home(node, args[0].rpartition("-")[0])
-            return self._once(*args)
+            channel, number, *call = args
+            return self.answers.ask(channel, number, lambda: self._call(*call))
         if kind == "report":
             run, report, lines, ended, failures, starting = args
             if (station := self.stations.get(node)) is not None and run == self.run_name:
@@ -188,23 +192,6 @@ class Cluster:
                 return station.session.call(kind, *args, seconds=left)
         raise ServiceLost(f"no link to {worker} for {self.options.deadline:g} s")
 
-    def _once(self, channel: str, number: int, service: str, method: str, args: list[Any]) -> Any:
-        """Call a service; a call that has been asked before gets the same answer."""
-        with self._news:
-            known = self.answers.get(channel)
-            if mine := known is None or known[0] != number:
-                known = self.answers[channel] = number, Future()
-                self.answers.move_to_end(channel)
-                if len(self.answers) > CHANNELS:
-                    self.answers.popitem(last=False)
-        assert known is not None
-        if mine:
-            try:
-                known[1].set_result(self._call(service, method, args))
-            except Exception as error:
-                known[1].set_exception(error)
-        return known[1].result()
-
     def _call(self, service: str, method: str, args: list[Any]) -> Any:
         """Call a service from this thread, which has stand-ins of its own."""
         if method.startswith("_"):
@@ -224,18 +211,14 @@ class Cluster:
 
     def wait(self, *names: str) -> None:
         """Watch over all machines until the named workers have ended."""
-        moved_at, before = time.monotonic(), -1
+        patience = Patience(self.options.stall)
         while not all(self._ended(name) for name in names):
             if self.options.lockstep:
                 self._give_turns()
             else:
                 self.here.watch(0.05)
             self._tend()
-            moves, now = self._moves(), time.monotonic()
-            if moves != before or self._starting():
-                moved_at, before = now, moves
-            elif now - moved_at > self.options.stall:
-                raise Stalled(self._standstill())
+            patience.look(self._moves(), self._starting(), self._standstill)
 
     def _ended(self, name: str) -> bool:
         if name in self.recipes:
@@ -249,7 +232,11 @@ class Cluster:
     def _starting(self) -> bool:
         """Whether something is on its way: a worker that loads, or a node for those that have none."""
         unplaced = len(self.places) < len(self.recipes)
-        return self.here.starting() or unplaced or any(station.starting for station in self.stations.values())
+        return (
+            self.here.starting()
+            or unplaced
+            or any(station.starting or station.telling for station in self.stations.values())
+        )
 
     def _tend(self) -> None:
         """Look after the nodes, and after the workers that have no place."""
@@ -289,7 +276,8 @@ class Cluster:
             self._start(self._have_held, station, session, wanted)  # aside, since starting workers takes its time
 
     def _have_held(self, station: Station, session: Session, wanted: list[str]) -> None:
-        shared = {key: getattr(self.options, key) for key in SHARED} | {"restartable": [*self.options.restartable]}
+        sets = {key: [*getattr(self.options, key)] for key in ("restartable", "relays")}
+        shared = {key: getattr(self.options, key) for key in SHARED} | sets
         check = [*self.machines.check] if self.machines.check else []
         recipes = {name: [*self.recipes[name], self.placed.get(name, {})] for name in wanted}
         named = {service for name in wanted for arg in self.recipes[name][1] for service in services_in(arg)}
@@ -298,7 +286,7 @@ class Cluster:
             told = [shared, check, self.names(), recipes, blocks]
             session.call("hold", self.run_name, *told, seconds=self.options.deadline)
             if station.session is session:
-                station.told = wanted
+                station.told, station.starting = wanted, True  # until it reports
         except ServiceFailed as error:  # do without a node that cannot do its part
             reason = f"node {station.name} refuses its part: {error}"
             log.warning("%s", reason)

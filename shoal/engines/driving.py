@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.core.types import Work
+from shoal.core.errors import Stalled
+from shoal.core.types import Work, settled
 
 SHORTEST, LONGEST = 0.0002, 0.05  # seconds between two looks of a waiting worker
 LATENESS = 1 / 8  # the share of its waiting time by which a worker may notice late that something came
@@ -72,6 +73,28 @@ class Activity:
         }
 
 
+class Patience:
+    """Notices that no worker has moved for too long."""
+
+    def __init__(self, seconds: float) -> None:
+        """Begin now."""
+        self.seconds, self._moves, self._since = seconds, -1, time.monotonic()
+
+    def look(self, moves: int, starting: bool, tell: Callable[[], str]) -> bool:
+        """Whether there are more moves than before, or some will come; too long without raises what `tell` says."""
+        moved, now = moves != self._moves or starting, time.monotonic()
+        if moved:
+            self._moves, self._since = moves, now
+        elif now - self._since > self.seconds:
+            raise Stalled(tell())
+        return moved
+
+
+def moves_of(activities: Mapping[str, Activity], observers: frozenset[str]) -> int:
+    """Units of work done; an observer moves by the clock, so it must not hide that the run stands still."""
+    return sum(each.moves + each.ended for name, each in activities.items() if name not in observers)
+
+
 class Bell:
     """Wakes the workers of a process when something in it changed."""
 
@@ -113,6 +136,8 @@ class Local:
             with self._lock:
                 return function(*args)
 
+        if getattr(function, "settled", False):
+            settled(call)
         self.__dict__[method] = call
         return call
 

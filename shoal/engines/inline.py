@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shoal.core.errors import Stalled
 from shoal.core.randomness import Randomness, derive
 from shoal.core.types import Array, Work
 from shoal.engines.block import private
-from shoal.engines.driving import Activity, Local, advance
+from shoal.engines.driving import Activity, Local, Patience, advance, moves_of
 from shoal.engines.options import Options
 
 
@@ -40,24 +39,20 @@ class Inline:
 
     def wait(self, *names: str) -> None:
         """Let the workers take turns until the named ones have ended."""
-        quiet = time.monotonic()
+        patience = Patience(self.options.stall)
         while any(not self.activities[name].ended for name in names):
-            moved = False
             for name, (work, randomness) in self.workers.items():
                 self._current = activity = self.activities[name]
                 if not activity.ended:
                     with randomness.active():
-                        result = advance(work, activity)
-                    # An observer moves by the clock, not by the run: it must not hide that the run stands still.
-                    moved |= result is not False and name not in self.options.observers
+                        advance(work, activity)
             self._current = None
-            if moved:
-                quiet = time.monotonic()
-            elif time.monotonic() - quiet > self.options.stall:
-                lines = [activity.describe() for activity in self.activities.values()]
-                raise Stalled(f"no worker moved for {self.options.stall:g} s\n" + "\n".join(lines))
-            else:
+            if not patience.look(moves_of(self.activities, self.options.observers), False, self._standstill):
                 time.sleep(0.0005)
+
+    def _standstill(self) -> str:
+        lines = [activity.describe() for activity in self.activities.values()]
+        return f"no worker moved for {self.options.stall:g} s\n" + "\n".join(lines)
 
     def report(self) -> Mapping[str, Any]:
         """What each worker has done with its time."""

@@ -15,7 +15,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -24,11 +23,14 @@ from shoal.core import recipe
 from shoal.core.errors import Refused, ServiceLost, ShoalError, WorkerFailed
 from shoal.engines import orders
 from shoal.engines.driving import Local
-from shoal.engines.links.greeting import Gate, Terms, check_terms, keep_meeting
+from shoal.engines.links.greeting import Gate, keep_meeting
 from shoal.engines.links.session import Session
+from shoal.engines.links.terms import Terms
 from shoal.engines.nursery import Nursery
+from shoal.engines.once import Once
 from shoal.engines.options import Options
 from shoal.engines.processes import Processes
+from shoal.engines.relay import Relay, Relayed
 
 log = logging.getLogger("shoal")
 REPORT = 0.5  # seconds between reports to the head
@@ -66,7 +68,8 @@ class Node:
         self.options = Options()
         self.engine: Processes | None = None
         self.failures: dict[str, str] = {}
-        self.turns: dict[str, tuple[int, Future[None]]] = {}
+        self.turns = Once()
+        self.relays: dict[str, Relay] = {}
         self._standins = threading.local()
         self._arrived = threading.Condition()
         self._change = threading.RLock()  # of the engine: by the head's wish, by deaths, by the end
@@ -176,27 +179,18 @@ class Node:
         """Stand-ins of the head's services for one worker's life."""
         assert self.engine is not None
         channel, numbers = f"{caller}-{secrets.token_hex(8)}", itertools.count()
-        return {name: Forward(self, channel, numbers, name) for name in self.engine.local}
+        found: dict[str, Any] = {name: Forward(self, channel, numbers, name) for name in self.engine.local}
+        if not self.options.lockstep:  # where it matters who asks when
+            for name in self.options.relays & found.keys():
+                found[name] = Relayed(self.relays.setdefault(name, Relay()), found[name])
+        return found
 
     def turn(self, name: str, number: int) -> None:
         """Let a worker take a turn under lockstep; one asked twice is taken once."""
         engine = self.engine
         if engine is None or name not in engine.workers or not self.options.lockstep:
             raise Refused(f"{name} takes no turns on this node")
-        with self._arrived:
-            known = self.turns.get(name)
-            if known is None or known[0] != number:
-                known = self.turns[name] = number, Future()
-                mine = True
-            else:
-                mine = False
-        if mine:
-            try:
-                engine.turn(name)
-                known[1].set_result(None)
-            except BaseException as error:
-                known[1].set_exception(error)
-        return known[1].result()
+        self.turns.ask(name, number, lambda: engine.turn(name))
 
     def _call(self, service: str, method: str, args: list[Any]) -> Any:
         """Call a service that lives here, from this thread, which has stand-ins of its own."""
@@ -225,6 +219,7 @@ class Node:
         self.engine, self.run = None, ""
         self.failures.clear()
         self.turns.clear()
+        self.relays.clear()
 
     def _watch(self) -> None:
         """See to the workers, and give up a head that stays away."""
@@ -335,7 +330,7 @@ def work(
             log.info("node %s listens at %s with %d slots", terms.name, gate.address, slots)
             stopped.wait()
         else:
-            check_terms(terms, join_at)
+            terms.check(join_at)
             joining = threading.Thread(target=join, args=(node, join_at, terms, stopped), daemon=True)
             joining.start()
             stopped.wait()

@@ -40,7 +40,16 @@ ARRAYS = ConfigDict(arbitrary_types_allowed=True)
 ARGUMENTS: Mapping[str, TypeAdapter[Any]] = {kind: TypeAdapter(form, config=ARRAYS) for kind, form in FORMS.items()}
 OPTIONS: TypeAdapter[Options] = TypeAdapter(Options)
 WORKERS, SERVICES = "shoal.workers.", "shoal.services."
-TOLD = {"seed", "lockstep", "restarts", "deadline", "stall", "silence", "restartable"}  # options that a head may set
+TOLD = {
+    "seed",
+    "lockstep",
+    "restarts",
+    "deadline",
+    "stall",
+    "silence",
+    "restartable",
+    "relays",
+}  # options that a head may set
 
 
 def read(kind: str, args: list[Any]) -> list[Any]:
@@ -58,7 +67,8 @@ def inspect(workers: Mapping[str, Any], check: list[Any] | tuple[Any, ...], pack
     for path, args, made in workers.values():
         for part, inside in [(path, WORKERS), *((service["make"], SERVICES) for service in made.values())]:
             recipe.inspect({"name": part}, packages)
-            if part.startswith("shoal.") and not part.startswith(inside):
+            further = tuple(f"{name}." for name in packages if name != "shoal")
+            if part.startswith("shoal.") and not part.startswith((inside, *further)):
                 raise Refused(f"{part} may not be used on this machine: of Shoal itself, only {inside}* is for nodes")
         recipe.inspect({"list": [*args, *(arg for service in made.values() for arg in service["args"])]}, packages)
     if check:

@@ -10,6 +10,8 @@ import os
 import socket
 import struct
 import tempfile
+import threading
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,9 @@ import numpy as np
 from shoal.core import wire
 from shoal.core.errors import DeadlineExceeded, ServiceLost
 
+KEPT = 128  # in the byte of counts: the block is this message's own
+LARGE = 256 << 10  # bytes from which mapping memory is cheaper than copying into it
+NEWEST = 2  # values that are kept for others to ask for
 CHUNK = 1 << 16  # one read takes a whole small message
 DESCRIPTORS = socket.CMSG_SPACE(4 * 64)  # room for what one read may bring
 
@@ -30,6 +35,40 @@ def anonymous_file(size: int, name: str = "shoal") -> int:
             descriptor = os.dup(file.fileno())
     os.ftruncate(descriptor, size)
     return descriptor
+
+
+class Kept:
+    """A value in shared memory, to be sent to many."""
+
+    def __init__(self, source: Any, value: Any) -> None:
+        """Write its large arrays once; the source tells whether it is still what is wanted."""
+        self.source = source
+        size = wire.shared_size(value)
+        self.descriptor = anonymous_file(size)
+        with mmap.mmap(self.descriptor, size) as memory, memoryview(memory) as block:
+            self.message = b"".join(wire.encode(value, block))
+
+    def __del__(self) -> None:
+        """Let go of it here; it stays where it was mapped."""
+        os.close(self.descriptor)
+
+
+class Shelf:
+    """The newest of those values, by what they were made of."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._turn = threading.Lock()
+        self._kept: deque[Kept] = deque(maxlen=NEWEST)
+
+    def keep(self, value: Any, message: Any) -> Kept:
+        """The message in shared memory; the same one for the same value."""
+        with self._turn:
+            for kept in self._kept:
+                if kept.source is value:
+                    return kept
+            self._kept.append(Kept(value, message))
+            return self._kept[-1]
 
 
 class Pipe:
@@ -76,6 +115,10 @@ class Pipe:
             for descriptor in new:
                 os.close(descriptor)
 
+    def send_kept(self, kept: Kept) -> None:
+        """Send a value that lies in shared memory already, which the other process maps and need not copy."""
+        self._write(bytes([KEPT | 1]) + kept.message, [kept.descriptor])
+
     def _write(self, data: bytes, descriptors: list[int] | None = None) -> None:
         try:
             if descriptors:
@@ -104,10 +147,17 @@ class Pipe:
             raise ServiceLost("the other process has gone") from error
         descriptors: list[int] = []
         if counts:
+            kept = counts & KEPT
             if counts & 1:
                 block = self._descriptors.pop(0)
-                self._incoming = mmap.mmap(block, os.fstat(block).st_size)
+                # What is kept belongs to many: whoever writes to it has a copy from then on.
+                memory = mmap.mmap(
+                    block, os.fstat(block).st_size, access=mmap.ACCESS_COPY if kept else mmap.ACCESS_WRITE
+                )
                 os.close(block)
+                if kept:
+                    return wire.parse(message, header, memoryview(memory)), []
+                self._incoming = memory
             descriptors, self._descriptors = self._descriptors[: counts >> 1], self._descriptors[counts >> 1 :]
         if self._incoming is None:
             return wire.parse(message, header), descriptors

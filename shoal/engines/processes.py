@@ -6,7 +6,6 @@ pipes are nameless, so when the head goes, however it goes, every child reads th
 
 from __future__ import annotations
 
-import logging
 import os
 import selectors
 import signal
@@ -16,19 +15,18 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from shoal.core.errors import ServiceLost, ShoalError, Stalled, WireError, WorkerFailed
+from shoal.core.errors import ServiceLost, ShoalError, Stalled, WireError
 from shoal.core.randomness import derive
 from shoal.core.recipe import describe, path_of, services_in
 from shoal.core.types import Array, Work
 from shoal.engines.block import Block
 from shoal.engines.child import Remote, answer_calls
-from shoal.engines.driving import Activity, Bell, Local, drive
+from shoal.engines.driving import Activity, Bell, Local, Patience, drive
 from shoal.engines.nursery import STARTING, Nursery
 from shoal.engines.options import Options
-from shoal.engines.pipe import Pipe
-from shoal.engines.worker import Worker, recipe_of
+from shoal.engines.pipe import Pipe, Shelf
+from shoal.engines.worker import Worker, plan_restart, recipe_of, seed_of
 
-log = logging.getLogger("shoal")
 HEAD = "head"
 SILENT = "gave no sign of life"
 GRACE = 3.0  # seconds a process has to end by itself
@@ -58,7 +56,7 @@ class Processes:
         self._pipes: list[Pipe] = []  # the head's own, for calls into workers
         self._selector = selectors.DefaultSelector()
         self._stopped = threading.Event()
-        self._bell = Bell()
+        self._bell, self._shelf = Bell(), Shelf()
         self._ready = threading.Event()
         self._ready.set()
         self._failure: BaseException | None = None
@@ -138,7 +136,7 @@ class Processes:
             "blocks": {block._service: block.layout for block in blocks},
             "homes": homes,
             "hosts": hosts,
-            "seed": self._seed(worker.name),
+            "seed": seed_of(self.options, worker.name, self.restarts.get(worker.name, 0)),
             "lockstep": self.options.lockstep,
             "deadline": self.options.deadline,
             "allow": None if self.options.allow is None else [*self.options.allow],
@@ -151,18 +149,13 @@ class Processes:
             self._hand_over(worker, end)
         self._selector.register(worker.control.socket, selectors.EVENT_READ, worker)
 
-    def _seed(self, name: str) -> int:
-        """The seed of a worker; another for each life, so that none repeats what the one before did."""
-        lives = self.restarts.get(name, 0)
-        return derive(self.options.seed, name, lives) if lives else derive(self.options.seed, name)
-
     def _connect(self, host: str, caller: str) -> Any:
         """Return a socket whose other end is answered by the host."""
         pipe, end = Pipe.pair()
         if host == HEAD:
             thread = threading.Thread(
                 target=answer_calls,
-                args=(pipe, self.services(caller), self._ready, self._bell),
+                args=(pipe, self.services(caller), self._ready, self._bell, self._shelf),
                 name="calls",
                 daemon=True,
             )
@@ -190,18 +183,14 @@ class Processes:
 
     def wait(self, *names: str) -> None:
         """Watch over the workers until the named ones have ended."""
-        moved_at, before = time.monotonic(), -1
+        patience = Patience(self.options.stall)
         while any(not self.workers[name].ended for name in names):
             if self.options.lockstep:
                 for name in [*self.workers]:
                     self.turn(name)
             else:
                 self.watch(0.05)
-            moves, now = self.moves(), time.monotonic()
-            if moves != before or self.starting():
-                moved_at, before = now, moves
-            elif now - moved_at > self.options.stall:
-                raise Stalled(self.standstill())
+            patience.look(self.moves(), self.starting(), self.standstill)
 
     def watch(self, seconds: float) -> None:
         """Take in what the workers say for a while, and see to those that died."""
@@ -297,17 +286,8 @@ class Processes:
         if worker.failure == "died":
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             worker.failure = f"{how}; {worker.line}"
-        if now - worker.started > 60:
-            worker.restarts = 0
-        allowed = worker.name in self.options.restartable or (died and worker.name in self.options.revivable)
-        if not allowed or worker.fatal or worker.restarts >= self.options.restarts:
-            raise WorkerFailed(f"{worker.name} {worker.failure}")
-        worker.restarts += 1
+        plan_restart(worker, self.options, died, now)
         self.restarts[worker.name] = self.restarts.get(worker.name, 0) + 1
-        delay = min(0.25 * 2**worker.restarts, 30.0)
-        worker.again_at = now + delay
-        log.warning("%s %s\nstarting it again in %.1f s (%d of %d)", worker.name, worker.failure, delay,
-                    worker.restarts, self.options.restarts)  # fmt: skip
         if worker.name in self.placed:
             self._renew(worker)
 

@@ -11,7 +11,7 @@ from shoal.core.errors import Stalled
 from shoal.core.randomness import Randomness, derive, seed_everything
 from shoal.core.types import Array, Work
 from shoal.engines.block import private
-from shoal.engines.driving import Activity, Bell, Local, advance, drive, stacks
+from shoal.engines.driving import Activity, Bell, Local, Patience, advance, drive, moves_of, stacks
 from shoal.engines.options import Options
 
 
@@ -70,7 +70,7 @@ class Threads:
                 if self._stopped.is_set():
                     break
                 with randomness.active():
-                    self._turn_result = advance(work, activity)
+                    advance(work, activity)
                 done.release()
         except BaseException as error:
             self.failure = error
@@ -78,34 +78,26 @@ class Threads:
             work.close()
             done.release()
 
-    def _give_turns(self) -> bool:
-        """Let every worker take one turn, in order, and say whether any moved."""
-        moved = False
+    def _give_turns(self) -> None:
+        """Let every worker take one turn, in order."""
         for name, (mine, done) in self._turns.items():
             if not self.activities[name].ended and not self.failure:
                 mine.release()
-                while not done.acquire(timeout=self.options.stall):
+                if not done.acquire(timeout=self.options.stall):
                     raise Stalled(self._standstill())
-                moved |= self._turn_result is not False and name not in self.options.observers
-        return moved
 
     def wait(self, *names: str) -> None:
         """Return when the named workers have ended; raise what any worker raised."""
-        quiet, before = time.monotonic(), -1
+        patience = Patience(self.options.stall)
         while any(not self.activities[name].ended for name in names):
             if self.options.lockstep:
-                moved = self._give_turns()
+                self._give_turns()
             else:
                 self._bell.wait(0.05)
-                moves = sum(a.moves + a.ended for n, a in self.activities.items() if n not in self.options.observers)
-                moved, before = moves != before, moves
             if self.failure:
                 raise self.failure
-            if moved:
-                quiet = time.monotonic()
-            elif time.monotonic() - quiet > self.options.stall:
-                raise Stalled(self._standstill())
-            elif self.options.lockstep:
+            moved = patience.look(moves_of(self.activities, self.options.observers), False, self._standstill)
+            if self.options.lockstep and not moved:
                 time.sleep(0.0005)
 
     def _standstill(self) -> str:

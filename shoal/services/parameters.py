@@ -9,7 +9,7 @@ import numpy as np
 
 from shoal.core.codec import Codec, Sender
 from shoal.core.tree import map_tree, size_of
-from shoal.core.types import Array, Tree
+from shoal.core.types import Array, Tree, settled
 
 
 def in_order(array: Array) -> Array:
@@ -24,6 +24,7 @@ class Parameters:
         """Begin with none; the codec says how weights are handed out, without one as they are."""
         self.newest: dict[str, Any] | None = None
         self.sender = None if codec is None or codec.plain else Sender(codec)
+        self.answers: dict[int, dict[str, Any]] = {}  # of the newest version, by the one that the caller holds
         self.fetches = self.bytes = 0
 
     def publish(self, version: int, steps: int, period: int, final: bool, weights: Tree) -> int:
@@ -38,8 +39,10 @@ class Parameters:
             self.newest["weights"] = map_tree(in_order, weights)
         else:
             self.sender.publish(version, weights, exact)
+            self.answers.clear()
         return self.bytes
 
+    @settled
     def fetch(self, newer_than: int) -> Mapping[str, Any] | None:
         """The weights with their version and the steps they were trained for; None: nothing newer.
 
@@ -51,10 +54,13 @@ class Parameters:
         if self.sender is None:
             self.bytes += size_of(self.newest["weights"])
             return self.newest
-        message = self.sender.message(newer_than)
-        self.bytes += sum(link.nbytes for link in message["links"])
-        return {**self.newest, "message": message}
+        if newer_than not in self.answers:  # most who ask hold one of the last few versions
+            self.answers[newer_than] = {**self.newest, "message": self.sender.message(newer_than)}
+        answer = self.answers[newer_than]
+        self.bytes += sum(link.nbytes for link in answer["message"]["links"])
+        return answer
 
+    @settled
     def weights(self) -> Tree:
         """The newest weights as everyone holds who fetched them; the final ones are exact."""
         if self.sender is None:

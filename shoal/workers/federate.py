@@ -12,12 +12,10 @@ from shoal import envs
 from shoal.core.codec import Receiver, Sender
 from shoal.core.errors import Diverged
 from shoal.core.types import Array, Work
-from shoal.workers.learner import Model, Progress, Reports, Saver
+from shoal.workers.learner import LOOKS, Model, Progress, Reports, Saver
 from shoal.workers.policy import pick_device
 from shoal.workers.shared import Shared
 from shoal.workers.snapshot import load_weights
-
-LOOKS = 10  # sets of weights that are published between two evaluations
 
 
 class Delegate:

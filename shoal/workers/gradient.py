@@ -14,12 +14,10 @@ from shoal.core.randomness import derive, seed_everything
 from shoal.core.settings import at
 from shoal.core.types import Array, Work
 from shoal.workers.federate import Delegate
-from shoal.workers.learner import Progress, Reports, Saver
-from shoal.workers.policy import fresh_batch, to_batch
+from shoal.workers.learner import LOOKS, Progress, Reports, Saver
+from shoal.workers.policy import fresh_batch, judge, to_batch
 from shoal.workers.shared import CPU, Shared
 from shoal.workers.stream import Stream
-
-LOOKS = 10  # sets of weights that are published between two evaluations, so that none comes late
 
 
 def gradient(
@@ -112,8 +110,7 @@ def learn_from(experiment: Any, algorithm: Any, model: Shared, items: Any, store
     if store is None:
         return
     if experiment.judged_by_actors:
-        with torch.no_grad():
-            priority = algorithm.loss(model.own, model.own, fresh_batch(items, CPU)).priority.numpy()
+        priority = judge(algorithm, model.own, items, CPU)
     while not store.put(items, priority):  # the learning is behind
         yield from learn_again(experiment, algorithm, model, store, 1)
     if ratio is not None:

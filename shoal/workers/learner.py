@@ -23,6 +23,7 @@ from shoal.workers.snapshot import capture, load_weights, restore
 
 LONGEST = 300.0  # seconds between checkpoints, however slow the steps come
 ASK = 0.2  # seconds between questions whether to stop, while there is nothing to learn from
+LOOKS = 10  # sets of weights that a run without a learner publishes between two evaluations, so that none comes late
 TELL = 0.02  # seconds between reports, since each may be a call to another process
 
 

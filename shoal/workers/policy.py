@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from shoal.core.algorithm import Algorithm
 from shoal.core.codec import Receiver
@@ -57,16 +58,20 @@ class Follower:
 
     def judge(self, algorithm: Algorithm, items: Mapping[str, Any]) -> Array:
         """First priorities of items, by the loss that will set their later ones."""
-        with torch.no_grad():
-            loss = algorithm.loss(self.net, self.net, fresh_batch(items, self.device))
-        priority: Array = loss.priority.cpu().numpy()
-        return priority
+        return judge(algorithm, self.net, items, self.device)
 
 
 def fresh_batch(items: Mapping[str, Any], device: torch.device) -> Batch:
     """Items that no store has seen, as a batch in which each counts alike."""
     count = len(items["version"])
     return to_batch({**items, "key": np.zeros(count, np.int64), "weight": np.ones(count, np.float32)}, device)
+
+
+def judge(algorithm: Algorithm, net: nn.Module, items: Mapping[str, Any], device: torch.device) -> Array:
+    """First priorities of items, by the loss that will set their later ones."""
+    with torch.no_grad():
+        priority: Array = algorithm.loss(net, net, fresh_batch(items, device)).priority.cpu().numpy()
+    return priority
 
 
 def to_batch(tree: Any, device: torch.device) -> Batch:

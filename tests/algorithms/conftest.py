@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,15 @@ SPECS = {
     "continuous": Spec(VECTOR, CONTINUOUS),
     "mapping": Spec({"a": VECTOR, "b": ArraySpec((1, 5, 4), "uint8")}, DISCRETE),
 }
+
+
+def wander(net: Any) -> Any:
+    """A network whose weights are others, as after learning."""
+    other = copy.deepcopy(net)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return other
 
 
 def observe(spec: Spec, items: int) -> Any:
@@ -61,6 +71,41 @@ def play(algorithm: Any, net: Any, spec: Spec, length: int = 15, items: int = 6)
         key=np.arange(items) + 100,
         version=np.arange(items) + 7,
     )
+
+
+def looked_at(net: Any, batch: Batch) -> list[Any]:
+    """What an actor-critic loss looks at, as arrays of [T, B]."""
+    raw = batch.record.get("raw", batch.action)
+    with torch.no_grad():
+        policy, value, _ = net(batch.observation, batch.first, batch.record["core"][0] if net.memory else None)
+        log_pi, log_mu = net.head.log_prob(policy[:-1], raw), net.head.log_prob(batch.record["policy"], raw)
+        arrays = [log_pi, log_mu, net.head.entropy(policy[:-1]), value, batch.reward, batch.discount, batch.mask]
+    return [array.double().numpy() for array in arrays]
+
+
+def vtrace_loss(
+    algorithm: Any, log_pi: Any, log_mu: Any, entropy: Any, value: Any, reward: Any, discount: Any, mask: Any
+) -> tuple[float, float]:
+    """Transcribe sections 4.1 and 4.2 of arXiv:1802.01561 for one item."""
+    length, gamma, lambda_ = len(reward), algorithm.gamma, getattr(algorithm, "lambda_", 1.0)
+    ratio = np.exp(log_pi - log_mu)
+    rho, c = np.minimum(algorithm.rho_bar, ratio), lambda_ * np.minimum(algorithm.c_bar, ratio)
+    vs = value.copy()
+    for s in range(length):
+        weight = 1.0
+        for t in range(s, length):
+            if not mask[t]:
+                break
+            vs[s] += weight * rho[t] * (reward[t] + gamma * discount[t] * value[t + 1] - value[t])
+            weight *= gamma * discount[t] * c[t]
+    total = 0.0
+    for t in range(length):
+        if mask[t]:
+            advantage = rho[t] * (reward[t] + gamma * discount[t] * vs[t + 1] - value[t])
+            total -= log_pi[t] * advantage
+            total += algorithm.value_cost * (vs[t] - value[t]) ** 2 / 2
+            total -= algorithm.entropy_cost.now * entropy[t]
+    return total / length, np.abs(vs - value)[:-1][mask > 0].sum() / length
 
 
 @pytest.fixture

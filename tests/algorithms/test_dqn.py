@@ -19,6 +19,7 @@ from shoal.nets.torsos import Network
 from shoal.workers.learner import Model
 from shoal.workers.packing import make
 from shoal.workers.policy import Follower, to_batch
+from tests.algorithms.conftest import wander
 
 SMALL = Network(hidden=(8,), activation="relu")
 CPU = torch.device("cpu")
@@ -72,15 +73,6 @@ class Stream:
     def batch(self, experience: Any) -> Any:
         """The same for a learner."""
         return to_batch(self.pack(experience), CPU)
-
-
-def wander(net: Any) -> Any:
-    """A network whose weights are others."""
-    other = copy.deepcopy(net)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return other
 
 
 def slow_huber(error: float) -> float:

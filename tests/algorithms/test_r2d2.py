@@ -18,6 +18,7 @@ from shoal.nets.torsos import Network
 from shoal.workers.learner import Model
 from shoal.workers.packing import Sequences
 from shoal.workers.policy import Follower, to_batch
+from tests.algorithms.conftest import wander
 
 SMALL = Network(hidden=(8,), activation="relu", lstm=6)
 CPU = torch.device("cpu")
@@ -34,15 +35,6 @@ def small(**changes: Any) -> R2d2:
     return R2d2(
         **{"network": SMALL, "gamma": 0.9, "n": 3, "unroll": 6, "burn_in": 0, "overlap": 2, "head": 7} | changes
     )
-
-
-def wander(net: Any) -> Any:
-    """A network whose weights are others."""
-    other = copy.deepcopy(net)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return other
 
 
 class Watch:

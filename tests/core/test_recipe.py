@@ -73,7 +73,7 @@ def test_settings_of_a_test(monkeypatch):
     assert received.hidden == (1, 2, 3)
 
 
-@pytest.mark.parametrize("target", [find, Queue, Queue.put, len, np.ndarray], ids=str)
+@pytest.mark.parametrize("target", [find, Queue, Queue.put, len, np.ndarray], ids=lambda each: each.__qualname__)
 def test_functions_and_classes_are_named(target):
     assert sent([target]) == [target]
 

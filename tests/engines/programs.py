@@ -57,6 +57,32 @@ def _copied(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
+SIZE = 200_000  # numbers, more than what is copied through a pipe
+
+
+def publishes(parameters: Any, board: Any, readers: list[str], versions: int) -> Work:
+    """Publish a version whenever all readers have the one before."""
+    for version in range(versions):
+        while any(len(board.get(name) or []) < version for name in readers):
+            yield False
+        parameters.publish(version, 0, 0, False, {"numbers": np.full(SIZE, version, np.float32)})
+        yield True
+
+
+def follows(parameters: Any, board: Any, name: str, versions: int) -> Work:
+    """Fetch every version, and see at the end that none has changed."""
+    found: list[Any] = []
+    while len(found) < versions:
+        newest = parameters.fetch(len(found) - 1)
+        if newest is not None:
+            found.append(newest)
+            board.append(name, newest["version"])
+        yield newest is not None
+    assert [newest["version"] for newest in found] == [*range(versions)]
+    for version, newest in enumerate(found):
+        np.testing.assert_array_equal(newest["weights"]["numbers"], np.full(SIZE, version, np.float32))
+
+
 def idle() -> Work:
     while True:
         yield False

@@ -16,27 +16,38 @@ import pytest
 
 from shoal.core.errors import DeadlineExceeded, ShoalError, Stalled, WorkerFailed
 from shoal.engines import ENGINES, Options, make
-from shoal.engines.links.greeting import Terms
+from shoal.engines.links import LINKS
+from shoal.engines.links.terms import Terms
 from shoal.engines.node import Node, listen
-from shoal.engines.options import Machines
+from shoal.engines.options import Machines, Network, Room
+from shoal.services.parameters import Parameters
 from shoal.services.queue import Queue
 from tests.engines import programs
 
-EVERY = pytest.mark.parametrize("name", [*ENGINES])
+# Every engine, and `cluster` by every link.
+EVERY = pytest.mark.parametrize("name", [*ENGINES, *(f"cluster/{link}" for link in LINKS if link != "websocket")])
+OWN_PROCESSES = pytest.mark.parametrize("name", ["processes", "ray"])
 
 
 @pytest.fixture
-def build() -> Iterator[Any]:
+def build(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Make engines that are closed whatever happens."""
     made: list[Any] = []
     machines: list[Any] = []
 
     def build(name: str, **options: Any) -> Any:
-        if name == "cluster":
+        name, _, link = name.partition("/")
+        if link == "torchrpc":  # of which there is one in a process
+            address = request.getfixturevalue("counted_node")
+            options["machines"] = Machines(network=Network(link=link, listen=address, world=2))
+        elif name == "cluster":
+            link = link or "websocket"
             node = Node(2, ("shoal", "tests"))
-            gate = listen(node, "127.0.0.1:0", Terms("node"))
+            gate = listen(node, "127.0.0.1:0", Terms("node", link=link))
             machines.extend([gate, node])
-            options["machines"] = Machines(nodes=(gate.address,))
+            options["machines"] = Machines(nodes=(gate.address,), network=Network(link=link))
+        if name == "ray":
+            options["room"] = Room(address=request.getfixturevalue("ray_cluster").address)
         made.append(make(name, Options(**{"stall": 20.0, "deadline": 20.0, **options})))
         return made[-1]
 
@@ -95,6 +106,18 @@ def test_results_of_consecutive_calls_do_not_overwrite_each_other(build: Any, na
 
 
 @EVERY
+def test_weights_reach_all_who_follow_them_and_stay_as_they_were(build: Any, name: str) -> None:
+    engine = build(name, homes={"parameters": "publisher"}, relays=frozenset({"parameters"}))
+    parameters, board = engine.serve("parameters", Parameters), engine.serve("board", programs.Shelf)
+    readers = ["one", "two"]
+    engine.run("publisher", programs.publishes, parameters, board, readers, 4)
+    for reader in readers:
+        engine.run(reader, programs.follows, parameters, board, reader, 4)
+    engine.wait("publisher", *readers)
+    assert [board.get(reader) for reader in readers] == [[0, 1, 2, 3]] * 2
+
+
+@EVERY
 def test_a_failing_worker_ends_the_run_with_its_traceback(build: Any, name: str) -> None:
     engine = build(name)
     shelf = engine.serve("shelf", programs.Shelf)
@@ -122,8 +145,9 @@ def test_placement_decides_the_process_of_a_service(build: Any, name: str) -> No
     engine = build(name, homes={"there": "host"})
     here, there = engine.serve("here", programs.Shelf), engine.serve("there", programs.Shelf)
     engine.run("host", programs.idle)
-    assert here.pid() == os.getpid()
-    assert (there.pid() != os.getpid()) == (name in ("processes", "cluster"))
+    assert (here.pid() == os.getpid()) == (name != "ray")  # whose actors cannot call the head itself
+    assert (there.pid() != os.getpid()) == (name.partition("/")[0] in ("processes", "cluster", "ray"))
+    assert name != "ray" or here.pid() != there.pid()
 
 
 @EVERY
@@ -238,8 +262,9 @@ def test_reports_say_where_the_time_went(build: Any, name: str) -> None:
     assert 0 <= report["working"] <= report["seconds"] + 0.01
 
 
-def test_a_call_has_a_deadline(build: Any) -> None:
-    engine = build("processes", deadline=0.5, homes={"shelf": "host"})
+@OWN_PROCESSES
+def test_a_call_has_a_deadline(build: Any, name: str) -> None:
+    engine = build(name, deadline=0.5, homes={"shelf": "host"})
     shelf = engine.serve("shelf", programs.Shelf)
     engine.run("host", programs.idle)
     engine.run("caller", programs.calls_hanging, shelf)
@@ -257,8 +282,9 @@ def test_a_killed_worker_is_named_with_its_signal(build: Any) -> None:
         engine.wait("victim")
 
 
-def test_a_killed_worker_is_started_again_and_the_run_goes_on(build: Any) -> None:
-    engine = build("processes", restartable=frozenset({"victim"}), homes={"shelf": "host"})
+@OWN_PROCESSES
+def test_a_killed_worker_is_started_again_and_the_run_goes_on(build: Any, name: str) -> None:
+    engine = build(name, restartable=frozenset({"victim"}), homes={"shelf": "host"})
     shelf = engine.serve("shelf", programs.Shelf)
     engine.run("host", programs.until_longer, shelf, "victim pids", 2)
     engine.run("victim", programs.count_up, shelf, "victim")
@@ -324,29 +350,35 @@ def test_what_restarting_cannot_mend_is_not_restarted(build: Any) -> None:
         engine.wait("victim")
 
 
-def test_the_death_of_a_host_is_told_before_its_callers_losses(build: Any) -> None:
-    engine = build("processes", restartable=frozenset({"caller"}), homes={"shelf": "host"})
+@OWN_PROCESSES
+def test_the_death_of_a_host_is_told_before_its_callers_losses(build: Any, name: str) -> None:
+    engine = build(name, restartable=frozenset({"caller"}), homes={"shelf": "host"})
     shelf = engine.serve("shelf", programs.Shelf)
     notes = engine.serve("notes", programs.Shelf)
     engine.run("host", programs.count_up, notes, "host")
     engine.run("caller", programs.count_up, shelf, "caller")
     engine.run("killer", programs.kill_once, notes, "host pids")
-    with pytest.raises(WorkerFailed, match="host was killed by SIGKILL"):
+    with pytest.raises(
+        WorkerFailed, match="host was killed by SIGKILL" if name == "processes" else "host died: The actor"
+    ):
         engine.wait("caller")
 
 
-def test_a_frozen_worker_is_noticed(build: Any) -> None:
-    engine = build("processes", silence=1.5)
+@OWN_PROCESSES
+def test_a_frozen_worker_is_noticed(build: Any, name: str) -> None:
+    engine = build(name, silence=1.5)
     shelf = engine.serve("shelf", programs.Shelf)
     engine.run("frozen", programs.freezes, shelf)
     with pytest.raises(WorkerFailed, match="frozen gave no sign of life"):
         engine.wait("frozen")
 
 
-def test_close_takes_a_workers_own_children_along(build: Any) -> None:
-    engine = build("processes")
+@OWN_PROCESSES
+def test_close_takes_a_workers_own_children_along(build: Any, name: str) -> None:
+    engine = build(name)
     shelf = engine.serve("shelf", programs.Shelf)
     engine.run("parent", programs.starts_a_child, shelf)
+    engine.watch(0.0)
     while shelf.get("grandchild") is None:
         engine._listen(0.05)
     grandchild = psutil.Process(shelf.get("grandchild"))

@@ -2,80 +2,42 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import logging
-import socket
 import ssl
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from shoal.core.errors import DeadlineExceeded, Refused, ServiceLost, SettingsError, ShoalError
+from shoal.core.errors import DeadlineExceeded, Refused, ServiceLost, ShoalError
 from shoal.core.wire import VERSION, Buffer
-from shoal.engines.links import tls, websocket
-from shoal.engines.links.certificates import Trust, fingerprint, read_token
-from shoal.engines.links.handshake import TOKEN_LENGTH, Handshake, refusal
+from shoal.engines import links
+from shoal.engines.links import tls
+from shoal.engines.links.certificates import fingerprint
+from shoal.engines.links.guard import Unguarded
+from shoal.engines.links.handshake import Handshake, refusal
 from shoal.engines.links.session import Session
+from shoal.engines.links.terms import Terms
 
 log = logging.getLogger("shoal")
 BACK_OFF = (0.25, 10.0)  # seconds before a link is tried again: at first, and at most
 GREETING = 10.0  # seconds for each message of the handshake
 LIMIT = 1 << 30  # bytes of the largest frame after it
 FACTS = {"wire": VERSION}
-# On loopback without a trust folder anyone on the machine may connect, so there is no secret to keep.
-OPEN = "anyone on this machine"
-
 Answer = Callable[[Session, str, list[Any]], Any]
-
-
-@dataclass(frozen=True)
-class Terms:
-    """On what terms this machine meets others."""
-
-    name: str
-    trust: str = ""  # folder of certificates and token; empty: none
-    pin: str = ""  # fingerprint that the other's certificate must have, instead of the authority's word
-    token: str = ""  # where there is no folder
-    insecure: bool = False  # plain text off loopback
-
-
-def check_terms(terms: Terms, address: str) -> None:
-    """Refuse plain text off loopback unless it is asked for in so many words."""
-    if not (terms.trust or terms.pin or terms.insecure or is_loopback(websocket.split(address)[0])):
-        raise SettingsError(
-            f"{address} is not on this machine, and nothing would be encrypted: make certificates with "
-            "`shoal node --init` and name their folder, or say --insecure (network.insecure=true) if you mean it"
-        )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host is this machine itself."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def meet(address: str, terms: Terms, answer: Answer) -> tuple[str, Session]:
     """Connect to a machine that listens; return its name and the session."""
-    check_terms(terms, address)
-    secure = bool((terms.trust or terms.pin) and not terms.insecure)
-    context = tls.client_context(_trust(terms), terms.pin or None) if secure else None
-    token = _token(terms)
+    terms.check(address)
+    token = terms.secret()
+    wire = links.find(terms.link).dial(address, terms)
     try:
-        link = websocket.dial(address, context)
-    except ssl.SSLError as error:
-        raise Refused(f"{address}: {tls.explain(error, _certificate(address, terms, error))}") from error
-    try:
-        if terms.pin and secure:
-            tls.check_pin(link.connection, terms.pin)
-        return _greet(link, Handshake("joiner", terms.name, token, FACTS, link.binding), answer)
+        return _greet(wire, Handshake("joiner", terms.name, token, FACTS, wire.binding), answer)
     except (ShoalError, ssl.SSLError) as error:
-        link.close()
+        wire.close()
         told = tls.explain(error) if isinstance(error, ssl.SSLError) else str(error)
         raise (ServiceLost if isinstance(error, DeadlineExceeded) else Refused)(f"{address}: {told}") from error
 
@@ -115,16 +77,16 @@ class Gate:
 
         Without `certificates`, those who join need none of the authority: they pin ours and prove the token.
         """
-        check_terms(replace(terms, pin=""), address)  # a pin is of the other's certificate, and encrypts nothing here
-        trust = None if terms.insecure else _trust(terms)
-        context = tls.server_context(trust, certificates) if trust else None
+        replace(terms, pin="").check(address)  # a pin is of the other's certificate, and encrypts nothing here
+        trust = None if terms.insecure else terms.certificates()
         self.terms, self.binding = terms, fingerprint(trust.certificate) if trust else ""
-        self._token = _token(terms)
-        self._answer, self._welcome, self._refused = answer, welcome, refused
-        self.listener = websocket.Listener(address, context, self._take, refused)
+        self._token = terms.secret()
+        self._answer, self._welcome = answer, welcome
+        self._refused = refused
+        self.listener = links.find(terms.link).Listener(address, terms, certificates, self._take, refused)
         self.address = self.listener.address
 
-    def _take(self, link: websocket.Wire) -> None:
+    def _take(self, link: Any) -> None:
         peer = link.peer
         try:
             shake = Handshake("listener", self.terms.name, self._token, FACTS, self.binding)
@@ -140,7 +102,7 @@ class Gate:
         self.listener.close()
 
 
-def _greet(link: websocket.Wire, shake: Handshake, answer: Any) -> tuple[str, Session]:
+def _greet(link: Any, shake: Handshake, answer: Any) -> tuple[str, Session]:
     """Carry the handshake over the link; what follows is guarded by what it agreed on."""
     try:
         if (first := shake.begin()) is not None:
@@ -155,7 +117,8 @@ def _greet(link: websocket.Wire, shake: Handshake, answer: Any) -> tuple[str, Se
             link.send(json.dumps(refusal(error)).encode())
         raise
     link.trust()
-    return agreed.name, Session(link, agreed.guard, answer(agreed.name) if shake.role == "listener" else answer)
+    guard = agreed.guard if link.guarded else Unguarded()
+    return agreed.name, Session(link, guard, answer(agreed.name) if shake.role == "listener" else answer)
 
 
 def _read(frame: Buffer) -> Any:
@@ -163,28 +126,3 @@ def _read(frame: Buffer) -> Any:
         return json.loads(bytes(frame))
     except (ValueError, RecursionError):
         raise Refused("malformed handshake: a message is no JSON") from None
-
-
-def _trust(terms: Terms) -> Trust | None:
-    return Trust.inside(Path(terms.trust)) if terms.trust else None
-
-
-def _token(terms: Terms) -> str:
-    token = terms.token or (read_token(Path(terms.trust)) if terms.trust else OPEN)
-    if len(token) < TOKEN_LENGTH:
-        raise SettingsError(f"the token has {len(token)} characters, and needs {TOKEN_LENGTH} or more")
-    return token
-
-
-def _certificate(address: str, terms: Terms, error: ssl.SSLError) -> str | None:
-    """The certificate of a machine that has let it expire, asked for once more, since OpenSSL keeps it to itself."""
-    if getattr(error, "verify_code", 0) != tls.EXPIRED:
-        return None
-    unasked = tls.client_context(_trust(terms), pin="00" * 32)  # whatever it shows: nothing is sent
-    with (
-        suppress(OSError),
-        socket.create_connection(websocket.split(address), websocket.OPENING) as plain,
-        unasked.wrap_socket(plain) as secure,
-    ):
-        return ssl.DER_cert_to_PEM_cert(secure.getpeercert(binary_form=True) or b"")
-    return None

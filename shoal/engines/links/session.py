@@ -45,7 +45,8 @@ class Session:
         self._change = threading.Lock()  # of these two
         self._reading = threading.Lock()
         self._allowance, self._before = RATE * BURST, time.monotonic()
-        self._threads = [threading.Thread(target=self._serve, name="answers", daemon=True) for _ in range(ANSWERING)]
+        self._threads = [threading.Thread(target=self._watch, name="silence", daemon=True)]
+        self._threads += [threading.Thread(target=self._serve, name="answers", daemon=True) for _ in range(ANSWERING)]
         for thread in self._threads:
             thread.start()
 
@@ -110,7 +111,7 @@ class Session:
                 self._idle -= 1
             try:
                 while not self.closed.is_set():
-                    if (frame := self._frame()) is not None and (call := self._take(frame)) is not None:
+                    if (call := self._take(self._frame())) is not None:
                         return call
             except ShoalError as error:
                 self.close(str(error))
@@ -118,14 +119,15 @@ class Session:
                 self.close(f"{type(error).__name__}: {error}")
         return None
 
-    def _frame(self) -> Any:
-        """Wait for a frame for a while, and see that the other side is neither silent nor too eager."""
-        try:
-            frame = self.link.receive(LOOK)
-        except DeadlineExceeded:
+    def _watch(self) -> None:
+        """End the session when the other side has been silent for too long."""
+        while not self.closed.wait(LOOK):
             if time.monotonic() - self.heard > self.silence:
-                raise ServiceLost(f"no sign of life for {self.silence:g} s") from None
-            return None
+                self.close(f"no sign of life for {self.silence:g} s")
+
+    def _frame(self) -> Any:
+        """Wait for a frame, and see that the other side is not too eager."""
+        frame = self.link.receive()
         self.heard = now = time.monotonic()
         self._allowance = min(self._allowance + (now - self._before) * RATE, RATE * BURST) - 1
         self._before = now

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hmac
+import socket
 import ssl
 from contextlib import suppress
 from typing import Any
 
 from shoal.core.errors import Refused, SettingsError, ShoalError
-from shoal.engines.links.certificates import Trust, check_own, expiry, fingerprint, parse_fingerprint
+from shoal.engines.links.certificates import Trust, check_own, cluster_extra, expiry, fingerprint, parse_fingerprint
+from shoal.engines.links.terms import Terms, split
 
+OPENING = 10.0  # seconds in which a connection must be made
 # Numbers of OpenSSL's X509_verify_cert_error_string.
 NOT_YET_VALID, EXPIRED, HOST_MISMATCH, ADDRESS_MISMATCH = 9, 10, 62, 64
 WRONG_AUTHORITY = (2, 7, 18, 19, 20, 21, 30)
@@ -71,11 +74,61 @@ def peer_fingerprint(connection: Any) -> str:
     return fingerprint(certificate)
 
 
+def name_in(certificate: bytes) -> str:
+    """A name or address for which a certificate, in DER, holds."""
+    with cluster_extra():
+        from cryptography import x509
+
+    found = x509.load_der_x509_certificate(certificate)
+    try:
+        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        raise Refused("the other side's certificate holds for no name") from None
+    hosts = names.get_values_for_type(x509.DNSName)
+    return [*hosts, *(str(address) for address in names.get_values_for_type(x509.IPAddress))][0]
+
+
 def check_pin(connection: ssl.SSLSocket | ssl.SSLObject, pin: str) -> None:
     """Refuse a peer whose certificate is not exactly the pinned one; call it before anything is sent."""
     there = peer_fingerprint(connection)
     if not hmac.compare_digest(parse_fingerprint(there), parse_fingerprint(pin)):
         raise Refused(f"the other side's certificate is not the pinned one: its fingerprint is {there}")
+
+
+def connect(address: str, terms: Terms, protocols: tuple[str, ...] = ()) -> ssl.SSLSocket:
+    """Connect by TLS to a machine that proves itself by its certificate, or by being the one that is pinned."""
+    context = client_context(terms.certificates(), terms.pin or None)
+    if protocols:
+        context.set_alpn_protocols([*protocols])
+    host, port = split(address)
+    plain = socket.create_connection((host, port), OPENING)
+    try:
+        secure = context.wrap_socket(plain, server_hostname=host)
+    except ssl.SSLError as error:
+        raise Refused(f"{address}: {explain(error, _certificate(address, terms, error))}") from error
+    finally:
+        plain.close()  # nothing is left of it where it was wrapped
+    try:
+        if terms.pin:
+            check_pin(secure, terms.pin)
+    except Refused as error:
+        secure.close()
+        raise Refused(f"{address}: {error}") from None
+    return secure
+
+
+def _certificate(address: str, terms: Terms, error: ssl.SSLError) -> str | None:
+    """The certificate of a machine that has let it expire, asked for once more, since OpenSSL keeps it to itself."""
+    if getattr(error, "verify_code", 0) != EXPIRED:
+        return None
+    unasked = client_context(terms.certificates(), pin="00" * 32)  # whatever it shows: nothing is sent
+    with (
+        suppress(OSError),
+        socket.create_connection(split(address), OPENING) as plain,
+        unasked.wrap_socket(plain) as secure,
+    ):
+        return ssl.DER_cert_to_PEM_cert(secure.getpeercert(binary_form=True) or b"")
+    return None
 
 
 def explain(error: BaseException, certificate: str | None = None) -> str:

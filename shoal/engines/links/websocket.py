@@ -18,16 +18,15 @@ from typing import Any
 
 from shoal.core.errors import DeadlineExceeded, Refused, ServiceLost, ShoalError, WireError
 from shoal.core.wire import Buffer
-from shoal.engines.links.guard import LIMIT, TRAILER
+from shoal.engines.links import tls
+from shoal.engines.links.certificates import cluster_extra
+from shoal.engines.links.pieces import GREATEST, PIECE, STRANGER
 from shoal.engines.links.stream import Stream
-from shoal.engines.links.tls import explain, peer_fingerprint
+from shoal.engines.links.terms import Terms, line, split
+from shoal.engines.links.tls import OPENING
 
-OPENING = 10.0  # seconds in which a connection must be made
 PARTING = 1.0  # seconds in which the other side may read why it was refused
-PIECE = 1 << 20  # bytes that travel at once
 READING = 256 << 10  # bytes that are taken in at once
-GREATEST = LIMIT + TRAILER  # bytes of a frame
-STRANGER = 64 << 10  # bytes that somebody may send who has not shown who he is
 RECORD = b"\x16"  # the first byte of TLS (RFC 8446, section 5.1)
 PLAIN, SECURE = "TLS is on at this machine, and the other side sends plain text", "TLS is off at this machine"
 SILENT = "it did not say in time what it wants"
@@ -38,31 +37,24 @@ QUIET.propagate = False  # whoever knocks and goes away is no news
 
 
 def library() -> Any:
-    """The websockets library, or an error that names the extra."""
-    try:
+    """The websockets library."""
+    with cluster_extra():
         import websockets.client
         import websockets.protocol
         import websockets.server
         import websockets.uri
-    except ImportError as error:
-        raise ShoalError("machines that join over the network need: pip install 'shoal[cluster]'") from error
     return websockets
-
-
-def split(address: str) -> tuple[str, int]:
-    """Host and port of `host:port` or `[v6]:port`."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ShoalError(f"{address!r} is not an address: write HOST:PORT, such as 192.0.2.7:7700")
-    return host.strip("[]"), int(port)
 
 
 class Wire:
     """One connection that carries whole frames; one thread receives while others send."""
 
+    guarded = True
+
     def __init__(self, stream: Stream, protocol: Any, binding: str = "") -> None:
         """Take over a connection; `binding` names the server's certificate, empty without TLS."""
         self.stream, self.protocol, self.binding = stream, protocol, binding
+        self._library = library()
         self.peer = stream.peer
         self._sending = threading.Lock()  # frames leave one after the other
         self._turn = threading.Lock()  # of the protocol, which both directions use
@@ -100,7 +92,7 @@ class Wire:
                         else:
                             self.protocol.send_binary(piece, fin=last)
                     self.flush()
-            except library().exceptions.WebSocketException as error:
+            except self._library.exceptions.WebSocketException as error:
                 raise ServiceLost("the link is closed") from error
             except OSError as error:
                 raise ServiceLost(f"the link is broken: {error}") from error
@@ -136,7 +128,7 @@ class Wire:
 
     def _next(self) -> bytes | bytearray | None:
         """A whole frame, if one is there."""
-        kinds, states = library().frames.Opcode, library().protocol.State
+        kinds, states = self._library.frames.Opcode, self._library.protocol.State
         while (event := self.event()) is not None:
             if event.opcode is kinds.TEXT:
                 raise WireError("text came where frames are binary")
@@ -156,11 +148,11 @@ class Wire:
         """Why a connection was closed, by the other side or by this one."""
         closes = (self.protocol.close_rcvd, self.protocol.close_sent)
         told = next((close.reason for close in closes if close and close.reason), "")
-        return f": {_line(told)}" if told else ""
+        return f": {line(told)}" if told else ""
 
     def refuse(self, reason: str) -> None:
         """Close the connection, and say why."""
-        with suppress(library().exceptions.WebSocketException), self._turn:  # which may have closed it already
+        with suppress(self._library.exceptions.WebSocketException), self._turn:  # which may have closed it already
             self.protocol.send_close(REFUSED, reason.encode()[:120].decode(errors="ignore"))
         with suppress(OSError):
             self.flush()
@@ -171,40 +163,37 @@ class Wire:
         self.stream.close()
 
 
-def _line(text: str) -> str:
-    """What a stranger says, as a line that may be shown."""
-    return "".join(letter if letter.isascii() and letter.isprintable() else " " for letter in text[:200]).strip()
-
-
-def dial(address: str, context: ssl.SSLContext | None) -> Wire:
+def dial(address: str, terms: Terms) -> Wire:
     """Connect to a listener."""
     host, port = split(address)
-    connection = None
+    connection: socket.socket | None = None
     try:
-        connection = socket.create_connection((host, port), OPENING)
-        if context:
-            connection = context.wrap_socket(connection, server_hostname=host)
+        secure = terms.secure
+        connection = tls.connect(address, terms) if secure else socket.create_connection((host, port), OPENING)
         name = f"[{host}]" if ":" in host else host
         uri = library().uri.parse_uri(f"ws://{name}:{port}")
         protocol = library().client.ClientProtocol(uri, max_size=GREATEST, logger=QUIET)
-        wire = Wire(Stream(connection), protocol, peer_fingerprint(connection) if context else "")
+        wire = Wire(Stream(connection), protocol, tls.peer_fingerprint(connection) if secure else "")
         _knock(wire)
         return wire
     except (ShoalError, OSError) as error:
         if connection is not None:
             connection.close()
-        if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
-            raise  # also from the first answer, which alone tells whether this side's certificate was taken
-        if (
-            context
-            and isinstance(error, ssl.SSLEOFError | ConnectionError)
-            and not isinstance(error, ConnectionRefusedError)
-        ):  # what it said is lost where this side was still writing
-            told = f"{address} ended the connection, as for a certificate it refuses: its log says why"
-            raise ServiceLost(told) from error
-        if isinstance(error, ShoalError):
-            raise type(error)(f"{address} {error}") from error
-        raise ServiceLost(f"{address} does not answer: {_line(str(error)) or type(error).__name__}") from error
+        raise _told(address, terms, error) from error
+
+
+def _told(address: str, terms: Terms, error: Exception) -> ShoalError:
+    """What to say of a connection that did not come about."""
+    lost = isinstance(error, ssl.SSLEOFError | ConnectionResetError | BrokenPipeError)
+    if terms.secure and lost:  # what it said is lost where this side was still writing
+        return ServiceLost(f"{address} ended the connection, as for a certificate it refuses: its log says why")
+    if isinstance(error, ssl.SSLError):  # from the first answer, which tells whether this side's certificate was taken
+        return Refused(f"{address}: {tls.explain(error)}")
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, ShoalError):
+        return type(error)(f"{address} {error}")
+    return ServiceLost(f"{address} does not answer: {line(str(error)) or type(error).__name__}")
 
 
 def _knock(wire: Wire) -> None:
@@ -218,8 +207,8 @@ def _knock(wire: Wire) -> None:
     if (failure := protocol.handshake_exc) is not None:
         response = getattr(failure, "response", None)
         if response is not None:
-            raise ServiceLost(f"refused: {_line((response.body or b'').decode(errors='replace'))}")
-        raise ServiceLost(f"does not answer: {_line(str(failure))}")
+            raise ServiceLost(f"refused: {line((response.body or b'').decode(errors='replace'))}")
+        raise ServiceLost(f"does not answer: {line(str(failure))}")
 
 
 class Listener:
@@ -228,13 +217,19 @@ class Listener:
     def __init__(
         self,
         address: str,
-        context: ssl.SSLContext | None,
+        terms: Terms,
+        certificates: bool,
         handle: Callable[[Wire], None],
         refused: Callable[[str, str], None],
     ) -> None:
-        """Begin to listen, on a free port for 0; `refused` hears who did not get as far as a handler, and why."""
+        """Begin to listen, on a free port for 0; `refused` hears who did not get as far as a handler, and why.
+
+        With `certificates`, those who come must show one of the authority.
+        """
         library()
-        self._context, self._handle, self._refused = context, handle, refused
+        trust = None if terms.insecure else terms.certificates()
+        self._context = tls.server_context(trust, certificates) if trust else None
+        self._handle, self._refused = handle, refused
         host, port = split(address)
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -276,7 +271,7 @@ class Listener:
             wire = Wire(Stream(connection), library().server.ServerProtocol(max_size=GREATEST, logger=QUIET))
             answered = self._open(wire)
         except (OSError, ShoalError) as error:
-            self._refused(peer, SILENT if isinstance(error, TimeoutError) else explain(error))
+            self._refused(peer, SILENT if isinstance(error, TimeoutError) else tls.explain(error))
             Stream(connection).part(PARTING)
             return
         if answered:
@@ -294,7 +289,7 @@ class Listener:
         wire.flush()
         error = protocol.handshake_exc
         if error is not None and not isinstance(error.__cause__, EOFError):
-            raise Refused(f"no websocket: {_line(str(error))}")
+            raise Refused(f"no websocket: {line(str(error))}")
         return error is None
 
     def close(self) -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from shoal.engines.links.certificates import initialise, issue
-from shoal.engines.links.greeting import Terms, meet
+from shoal.engines.links.greeting import meet
 from shoal.engines.links.session import Session
+from shoal.engines.links.terms import Terms
 from shoal.engines.node import Node, listen
 
 
@@ -67,8 +68,10 @@ def stand(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[..., Standing]]
     caplog.set_level("INFO", "shoal")
     with ExitStack() as stack:
 
-        def stand(node: Terms, head: Terms, packages: tuple[str, ...] = ("shoal", "tests")) -> Standing:
-            made = Node(2, packages)
+        def stand(
+            node: Terms, head: Terms, packages: tuple[str, ...] = ("shoal", "tests"), modules: tuple[str, ...] = ()
+        ) -> Standing:
+            made = Node(2, packages, modules)
             stack.callback(made.close)
             gate = listen(made, "127.0.0.1:0", node)
             stack.callback(gate.close)

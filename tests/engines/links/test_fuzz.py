@@ -15,8 +15,9 @@ import pytest
 from shoal.core import recipe, wire
 from shoal.core.errors import ShoalError
 from shoal.engines.links import greeting, session, websocket
-from shoal.engines.links.greeting import FACTS, OPEN, Terms
+from shoal.engines.links.greeting import FACTS
 from shoal.engines.links.handshake import Handshake
+from shoal.engines.links.terms import OPEN, Terms
 from shoal.engines.node import Node
 from tests.engines.links.conftest import Standing
 
@@ -181,7 +182,7 @@ def made_up() -> Any:
 
 def handshakes(rng: random.Random, address: str) -> int:
     """Shake hands with one message mutated, and return how many frames that took."""
-    link, shake = websocket.dial(address, None), Handshake("joiner", "head", OPEN, FACTS)
+    link, shake = websocket.dial(address, Terms("head")), Handshake("joiner", "head", OPEN, FACTS)
     sent, spoil = 0, rng.randrange(3)
     try:
         message: Any = shake.begin()

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from shoal.core import wire
 from shoal.core.errors import Refused, WireError
-from shoal.engines.links.guard import GREATEST, TRAILER, Guard
+from shoal.engines.links import guard
+from shoal.engines.links.guard import GREATEST, TRAILER, Guard, Unguarded
 
 ONE, TWO = b"1" * 32, b"2" * 32
 
@@ -165,3 +166,10 @@ def test_frames_tampered_at_random_never_open() -> None:
         frame[start : start + chance.randrange(4)] = chance.randbytes(chance.randrange(4))
         with pytest.raises(Refused):
             pair()[1].open(frame)
+
+
+def test_without_a_guard_frames_are_what_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bytes(Unguarded().open(Unguarded().seal(b"ab", memoryview(b"c")))) == b"abc"
+    monkeypatch.setattr(guard, "LIMIT", 2)
+    with pytest.raises(WireError, match="message too large: 3 B, the limit is 2 B"):
+        Unguarded().seal(b"ab", b"c")

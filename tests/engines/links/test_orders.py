@@ -14,10 +14,10 @@ import pytest
 from shoal.core import recipe
 from shoal.core.errors import ServiceFailed
 from shoal.core.recipe import describe
-from shoal.engines.links.greeting import Terms
 from shoal.engines.links.session import ANSWERING
+from shoal.engines.links.terms import Terms
 from shoal.experiment import Experiment
-from shoal.topology import facts
+from shoal.topology import MODULES, facts
 from tests.engines.links.conftest import Standing
 
 OPEN = Terms("node"), Terms("head")
@@ -110,19 +110,17 @@ OUTSIDE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("case", [*OUTSIDE])
-def test_code_outside_the_allowed_packages_is_not_even_imported(
-    stand: Stand, marker: Path, closed: None, case: str
-) -> None:
+def test_code_outside_the_allowed_packages_is_not_even_imported(stand: Stand, marker: Path, closed: None) -> None:
     standing = stand(*OPEN)
-    with pytest.raises(ServiceFailed) as caught:
-        hold(standing, {"bad": OUTSIDE[case]})
-    assert str(caught.value) == (
-        f"{MARKER} may not be used on this machine, which allows shoal, tests: "
-        f"if you trust it, start the node with --allow {MARKER}"
-    )
-    assert standing.node.engine is None
-    assert not marker.exists()
+    for case, worker in OUTSIDE.items():
+        with pytest.raises(ServiceFailed) as caught:
+            hold(standing, {"bad": worker})
+        assert str(caught.value) == (
+            f"{MARKER} may not be used on this machine, which allows shoal, tests: "
+            f"if you trust it, start the node with --allow {MARKER}"
+        ), case
+        assert standing.node.engine is None, case
+        assert not marker.exists(), case
     holds(standing)
 
 
@@ -133,14 +131,13 @@ CHECKS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("case", [*CHECKS])
-def test_nothing_is_imported_to_compare(stand: Stand, marker: Path, closed: None, case: str) -> None:
-    path, args, expected = CHECKS[case]
-    args = [experiment(**args)] if isinstance(args, dict) else args
+def test_nothing_is_imported_to_compare(stand: Stand, marker: Path, closed: None) -> None:
     standing = stand(*OPEN)
-    with pytest.raises(ServiceFailed, match=f"{MARKER} may not be used on this machine"):
-        hold(standing, {"good": IDLE}, [path, args, expected])
-    assert not marker.exists()
+    for case, (path, args, expected) in CHECKS.items():
+        args = [experiment(**args)] if isinstance(args, dict) else args
+        with pytest.raises(ServiceFailed, match=f"{MARKER} may not be used on this machine"):
+            hold(standing, {"good": IDLE}, [path, args, expected])
+        assert not marker.exists(), case
     holds(standing)
 
 
@@ -150,6 +147,7 @@ def failure(standing: Standing, workers: Any) -> str:
     (name,) = workers
     while not (told := standing.node.failures.get(name, "")):
         assert standing.session.call("describe", seconds=20.0)["run"] == "run"
+        threading.Event().wait(0.02)
     standing.session.call("release", "run", seconds=20.0)
     return told
 
@@ -184,14 +182,13 @@ ELSEWHERE: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", [*ELSEWHERE])
-def test_nothing_of_shoal_is_called_that_is_not_for_nodes(stand: Stand, marker: Path, closed: None, case: str) -> None:
-    worker, check, told = ELSEWHERE[case]
+def test_nothing_of_shoal_is_called_that_is_not_for_nodes(stand: Stand, marker: Path, closed: None) -> None:
     standing = stand(*OPEN)
-    with pytest.raises(ServiceFailed, match=re.escape(told)):
-        hold(standing, {"bad": worker}, check)
-    assert recipe._allowed == ("shoal", "tests")
-    assert not marker.exists()
+    for case, (worker, check, told) in ELSEWHERE.items():
+        with pytest.raises(ServiceFailed, match=re.escape(told)):
+            hold(standing, {"bad": worker}, check)
+        assert recipe._allowed == ("shoal", "tests"), case
+        assert not marker.exists(), case
     holds(standing)
 
 
@@ -211,15 +208,14 @@ CHILDREN: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("case", [*CHILDREN])
-def test_what_only_a_worker_can_find_out_it_refuses(stand: Stand, marker: Path, closed: None, case: str) -> None:
-    path, args, services = CHILDREN[case]
-    if isinstance(args, dict):
-        args = [experiment(**args), *([{"value": 0}] * 5 if "act" in path else [])]
-    standing = stand(*OPEN)
-    told = failure(standing, {"bad": [path, args, services]})
-    assert f"is {case}" in told if case.startswith("no ") else "may not be used on this machine" in told
-    assert not marker.exists()
+def test_what_only_a_worker_can_find_out_it_refuses(stand: Stand, marker: Path, closed: None) -> None:
+    standing = stand(*OPEN, modules=MODULES)
+    for case, (path, args, services) in CHILDREN.items():
+        if isinstance(args, dict):
+            args = [experiment(**args), *([{"value": 0}] * 5 if "act" in path else [])]
+        told = failure(standing, {"bad": [path, args, services]})
+        assert f"is {case}" in told if case.startswith("no ") else "may not be used on this machine" in told, case
+        assert not marker.exists(), case
     holds(standing)
 
 

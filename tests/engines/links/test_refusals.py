@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import shutil
@@ -19,9 +20,10 @@ from shoal.core import wire
 from shoal.core.errors import Refused, ServiceLost, SettingsError, ShoalError
 from shoal.engines.cluster import Cluster
 from shoal.engines.links import greeting, session, tls, websocket
-from shoal.engines.links.certificates import Trust, expiry, fingerprint, read_token
-from shoal.engines.links.greeting import LIMIT, Gate, Terms, check_terms, meet
+from shoal.engines.links.certificates import expiry, fingerprint, read_token
+from shoal.engines.links.greeting import LIMIT, Gate, meet
 from shoal.engines.links.handshake import Handshake
+from shoal.engines.links.terms import Terms, split
 from shoal.engines.node import Node, listen
 from shoal.engines.options import Machines, Network, Options
 from tests.engines.links.conftest import Standing
@@ -93,7 +95,7 @@ def test_the_right_authority_without_the_token_is_refused(
     stand: Stand, terms: Any, folders: Path, token: bytes
 ) -> None:
     standing = stand(*terms)
-    link = websocket.dial(standing.address, tls.client_context(Trust.inside(folders / "there")))
+    link = websocket.dial(standing.address, Terms("head", str(folders / "there")))
     shake = Handshake("joiner", "head", "x" * 32, greeting.FACTS, link.binding)
     shake._token = token
     with pytest.raises(Refused, match="the other side says: the token is not the same on both sides"):
@@ -147,7 +149,7 @@ def test_plain_text_off_loopback_has_to_be_asked_for(address: str) -> None:
     for alone in (Terms("node"), Terms("node", pin="00" * 32)):  # a pin is for those who join
         with pytest.raises(SettingsError, match="nothing would be encrypted"):
             Gate(address, alone, lambda _: lambda *_: None, lambda *_: None, lambda *_: None, certificates=True)
-    check_terms(Terms("head", insecure=True), address)
+    Terms("head", insecure=True).check(address)
 
 
 def test_plain_text_off_loopback_that_is_asked_for_works() -> None:
@@ -170,7 +172,7 @@ def test_plain_text_off_loopback_that_is_asked_for_works() -> None:
 
 def knock(address: str) -> Any:
     """Open a websocket and nothing more."""
-    return websocket.dial(address, None)
+    return websocket.dial(address, OPEN[1])
 
 
 def put(link: Any, data: str | bytes) -> None:
@@ -225,7 +227,7 @@ def test_who_says_nothing_is_dropped_in_time(
 ) -> None:
     monkeypatch.setattr(websocket, "OPENING", 0.2)
     standing = stand(*(terms if secure else OPEN))
-    host, port = websocket.split(standing.address)
+    host, port = split(standing.address)
     with socket.create_connection((host, port), 20) as connection:
         connection.sendall(start)
         while connection.recv(1000):
@@ -249,7 +251,7 @@ def test_who_opens_a_websocket_and_says_no_more_is_dropped_in_time(
 
 def test_many_who_say_nothing_keep_nobody_out(stand: Stand, terms: Any) -> None:
     standing = stand(*terms)
-    place = websocket.split(standing.address)
+    place = split(standing.address)
     connections = [socket.create_connection(place, 20) for _ in range(200)]
     try:
         another = standing.meet(terms[1])
@@ -266,7 +268,7 @@ def test_many_who_say_nothing_keep_nobody_out(stand: Stand, terms: Any) -> None:
 
 def test_what_is_no_websocket_is_refused(stand: Stand) -> None:
     standing = stand(*OPEN)
-    with socket.create_connection(websocket.split(standing.address), 20) as connection:
+    with socket.create_connection(split(standing.address), 20) as connection:
         connection.sendall(b"POST /\x1b[31m HTTP/1.1\r\n\r\n")
         while connection.recv(1000):
             pass
@@ -324,7 +326,9 @@ def test_frames_in_another_order_end_their_session_only(stand: Stand) -> None:
     other = standing.meet(OPEN[1])
     first, second = (bytes(other._guard.seal(b"".join(wire.encode(["tell", -1, "beat", []])))) for _ in range(2))
     other.link.send(second)
-    other.link.send(first)
+    # The node may have ended the session before the other frame is written.
+    with contextlib.suppress(ServiceLost):
+        other.link.send(first)
     assert other.closed.wait(20)
     other.join()
     standing.works()

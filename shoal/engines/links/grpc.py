@@ -1,0 +1,252 @@
+"""The gRPC link: one stream in both directions over HTTP/2, with or without TLS.
+
+Frames are bytes to gRPC, which needs no generated code for them; long ones travel in pieces, each with a byte that says
+whether more follow. TLS is gRPC's own, for which a client first fetches the certificate of the server by a connection
+of ours, and then trusts that one only: gRPC itself neither pins certificates nor tells which it was shown.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import queue
+import secrets
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from shoal.core.errors import DeadlineExceeded, ServiceLost, ShoalError
+from shoal.core.wire import Buffer
+from shoal.engines.links import tls
+from shoal.engines.links.pieces import PIECE, Pieces, cut
+from shoal.engines.links.terms import Terms, line, split
+
+SERVICE, METHOD = "shoal.Link", "Carry"
+PROOF = "shoal-proof"  # the metadata by which a stream is refused before anything is done about it
+AHEAD = 8  # pieces that may wait to be sent
+FULL = 0.0005  # seconds before a sender looks again whether there is room
+STREAMS = 256  # connections at once
+OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", PIECE + 1024),
+    ("grpc.max_send_message_length", PIECE + 1024),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.enable_retries", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # a link that broke is not waited for by the next
+    ("grpc.so_reuseport", 0),  # or two nodes could listen at one address
+]
+
+
+def library() -> Any:
+    """The gRPC library, or an error that names the extra."""
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # it tells of every connection that ends
+    try:
+        import grpc
+    except ImportError as error:
+        raise ShoalError("the link grpc needs: pip install 'shoal[grpc]'") from error
+    return grpc
+
+
+def prove(token: str, nonce: str) -> str:
+    """What shows that a stream comes from somebody who knows the token; the handshake that follows proves it."""
+    return f"{nonce}.{hmac.digest(token.encode(), f'shoal grpc {nonce}'.encode(), hashlib.sha256).hex()}"
+
+
+class Wire:
+    """One stream that carries whole frames."""
+
+    guarded = True
+
+    def __init__(self, peer: str, binding: str = "") -> None:
+        """Begin without a stream; `binding` names the server's certificate, empty without TLS."""
+        self.peer, self.binding = peer, binding
+        self._incoming: Iterator[bytes] = iter(())
+        self._end: Callable[[str], None] = lambda reason: None
+        self._pieces = Pieces()
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._sending = threading.Lock()
+        self.closed = threading.Event()
+
+    def begin(self, incoming: Iterator[bytes], end: Callable[[str], None]) -> None:
+        """Take over a stream; `end` ends it, with what to tell the other side."""
+        self._incoming, self._end = incoming, end
+
+    def trust(self) -> None:
+        """Take as much as comes from now on."""
+        self._pieces.trusted = True
+
+    def outgoing(self) -> Iterator[bytes]:
+        """What gRPC sends, in its own thread."""
+        while (piece := self._outgoing.get()) is not None:
+            yield piece
+
+    def send(self, frame: Buffer) -> None:
+        """Send a frame, a long one in pieces."""
+        with self._sending:
+            for piece in cut(frame):
+                while self._outgoing.qsize() >= AHEAD and not self.closed.is_set():
+                    time.sleep(FULL)  # the other side takes nothing for the moment
+                if self.closed.is_set():
+                    raise ServiceLost("the link is closed")
+                self._outgoing.put(piece)
+
+    def receive(self, seconds: float | None = None) -> Buffer:
+        """Wait for a frame."""
+        late = threading.Event()
+
+        def give_up() -> None:
+            late.set()
+            self.close()
+
+        timer = None if seconds is None else threading.Timer(seconds, give_up)
+        if timer:
+            timer.daemon = True
+            timer.start()
+        try:
+            while (frame := self._pieces.take(next(self._incoming))) is None:
+                pass
+            return frame
+        except StopIteration:
+            told = "the link was closed"
+        except library().RpcError as error:
+            told = f"the link was closed: {line(_details(error))}"
+        finally:
+            if timer:
+                timer.cancel()
+        self.close()
+        raise DeadlineExceeded("nothing came in time") if late.is_set() else ServiceLost(told)
+
+    def refuse(self, reason: str) -> None:
+        """End the stream, and say why."""
+        self._finish(reason)
+
+    def close(self) -> None:
+        """Cut the stream at once, also under threads that wait for it."""
+        self._finish("")
+
+    def _finish(self, reason: str) -> None:
+        if not self.closed.is_set():
+            self.closed.set()
+            self._outgoing.put(None)
+            self._end(reason)
+
+
+def _details(error: Any) -> str:
+    details = getattr(error, "details", None)
+    return str(details() if details else error) or "no reason"
+
+
+def dial(address: str, terms: Terms) -> Wire:
+    """Connect to a listener."""
+    grpc = library()
+    host, port = split(address)
+    target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    options, binding = [*OPTIONS], ""
+    if terms.secure:
+        try:
+            with tls.connect(address, terms, ("h2",)) as connection:
+                shown = connection.getpeercert(binary_form=True) or b""
+                binding = tls.peer_fingerprint(connection)
+        except OSError as error:
+            raise ServiceLost(f"{address} does not answer: {line(str(error))}") from error
+        own = terms.certificates()
+        parts = (own.key.read_bytes(), own.certificate.read_bytes()) if own else (None, None)
+        credentials = grpc.ssl_channel_credentials(ssl.DER_cert_to_PEM_cert(shown).encode(), *parts)
+        options.append(("grpc.ssl_target_name_override", tls.name_in(shown)))  # the name was compared, or it is pinned
+        channel = grpc.secure_channel(target, credentials, options)
+    else:
+        channel = grpc.insecure_channel(target, options)
+    carry = channel.stream_stream(f"/{SERVICE}/{METHOD}")
+    proof = prove(terms.secret(), secrets.token_hex(16))
+    wire = Wire(address, binding)
+    call = carry(wire.outgoing(), metadata=((PROOF, proof),), wait_for_ready=False)
+
+    def end(reason: str) -> None:
+        call.cancel()
+        channel.close()
+
+    wire.begin(call, end)
+    try:
+        grpc.channel_ready_future(channel).result(tls.OPENING)
+    except grpc.FutureTimeoutError:
+        wire.close()
+        raise ServiceLost(f"{address} does not answer: {line(_status(call))}") from None
+    return wire
+
+
+def _status(call: Any) -> str:
+    return str(call.details()) if call.done() else "timed out"
+
+
+class Listener:
+    """Takes streams and hands each, in a thread of its own, to a handler."""
+
+    def __init__(
+        self,
+        address: str,
+        terms: Terms,
+        certificates: bool,
+        handle: Callable[[Wire], None],
+        refused: Callable[[str, str], None],
+    ) -> None:
+        """Begin to listen, on a free port for 0; `refused` hears who did not get as far as a handler, and why.
+
+        With `certificates`, those who come must show one of the authority. gRPC says nothing of those whom TLS refuses.
+        """
+        grpc = library()
+        self._handle, self._refused, self._token = handle, refused, terms.secret()
+        trust = None if terms.insecure else terms.certificates()
+        self._pool = ThreadPoolExecutor(STREAMS, thread_name_prefix="grpc")
+        self._server = grpc.server(self._pool, options=OPTIONS, maximum_concurrent_rpcs=STREAMS)
+        handler = grpc.stream_stream_rpc_method_handler(self._carry)
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
+        host, port = split(address)
+        target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            if trust:
+                tls.server_context(trust, certificates)  # what is wrong with them it says better
+                pair = trust.key.read_bytes(), trust.certificate.read_bytes()
+                authority = trust.ca.read_bytes() if certificates else None
+                credentials = grpc.ssl_server_credentials([pair], authority, require_client_auth=certificates)
+                port = self._server.add_secure_port(target, credentials)
+            else:
+                port = self._server.add_insecure_port(target)
+        except RuntimeError as error:
+            raise ShoalError(f"cannot listen on {address}: {line(str(error))}") from error
+        self._server.start()
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def _carry(self, incoming: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        """Carry one stream: what this returns is what is sent on it."""
+        grpc = library()
+        peer = context.peer().partition(":")[2]
+        told = str(dict(context.invocation_metadata()).get(PROOF, ""))
+        if not hmac.compare_digest(told.encode(), prove(self._token, told.partition(".")[0]).encode()):
+            reason = "the token is not the same on both sides"
+            self._refused(peer, reason)
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
+
+        def end(reason: str) -> None:
+            if reason:
+                context.set_code(grpc.StatusCode.PERMISSION_DENIED)
+                context.set_details(reason[:200])
+            else:
+                context.cancel()
+
+        wire = Wire(peer)
+        wire.begin(incoming, end)
+        context.add_callback(wire.close)
+        threading.Thread(target=self._handle, args=(wire,), name="connection", daemon=True).start()
+        return wire.outgoing()
+
+    def close(self) -> None:
+        """Take no more streams; those that stand are ended."""
+        self._server.stop(None).wait()
+        self._pool.shutdown(wait=False)

@@ -1,0 +1,60 @@
+"""The same experiment on any engine: the same bits under lockstep, and solved without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shoal
+from shoal.engines import ENGINES
+from shoal.engines.links import LINKS
+
+pytestmark = pytest.mark.xdist_group("ray")
+CONFIGS = Path(__file__).parents[1] / "configs"
+NAMES = [*(name for name in ENGINES if name != "cluster"), *(f"cluster/{link}" for link in LINKS)]
+SMALL = {"hidden": [16], "activation": "relu"}
+LOCKSTEP: dict[str, Any] = {
+    "impala": {"name": "impala", "batch": 4, "unroll": 10, "network": {**SMALL, "lstm": 8}},
+    "apex_dqn": {
+        "name": "apex_dqn",
+        "batch": 8,
+        "target_every": 20,
+        "replay": {"capacity": 300, "minimum": 40, "samples_per_insert": 4, "alpha": 0.6, "chunk": 4},
+        "network": SMALL,
+    },
+}
+
+
+@pytest.mark.parametrize("algorithm", [*LOCKSTEP])
+def test_lockstep_gives_the_same_bits_on_every_engine_by_every_link(
+    hosted: Any, algorithm: str, tmp_path: Path, record_property: Any
+) -> None:
+    settings = {
+        "environment": {"id": "CartPole-v1"},
+        "algorithm": LOCKSTEP[algorithm],
+        "lockstep": True,
+        "actors": 2,
+        "envs": 2,
+        "threads": 1,
+        "steps": 250 if algorithm == "impala" else 120,
+        "evaluation": {"episodes": 2, "every": 10**6},
+    }
+    runs = {
+        name: shoal.train({**settings, **hosted(name, machines=2)}, tmp_path / name.replace("/", "-")).summary
+        for name in NAMES
+    }
+    lines = [f"{algorithm:20} {'steps':>6} {'updates':>8} {'episodes':>9}  weights (SHA-256)"]
+    for name, run in runs.items():
+        told = f"{run['steps']:>6} {run['updates']:>8} {run['episodes']:>9}  {run['weights_sha256']}"
+        lines.append(f"{name:20} {told}")
+    record_property("table", "\n".join(lines))
+    facts = [[run[key] for key in ("weights_sha256", "steps", "updates", "episodes")] for run in runs.values()]
+    assert all(fact == facts[0] for fact in facts)
+    assert facts[0][2] > 5  # updates
+
+
+@pytest.mark.parametrize("name", ["cluster/grpc", "cluster/torchrpc"])
+def test_cartpole_is_solved_by_every_link(hosted: Any, name: str, tmp_path: Path) -> None:
+    assert shoal.train(CONFIGS / "impala_cartpole.yaml", tmp_path / "run", **hosted(name), actors=1).solved
