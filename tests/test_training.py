@@ -187,8 +187,15 @@ def test_a_killed_actor_is_replaced_and_the_run_ends_solved(training: Any, tmp_p
     assert summary["workers"]["actor-0"]["restarts"] == 1
 
 
-def test_a_killed_learner_goes_on_from_its_checkpoint(training: Any, tmp_path: Path) -> None:
-    process = training("impala_cartpole.yaml", "evaluation.every=20000", "checkpoints.every=2000")
+@pytest.mark.parametrize(("config", "engine"), [("impala", "processes"), ("ppo", "cluster")])
+def test_a_killed_learner_goes_on_from_its_checkpoint(
+    training: Any, hosted: Any, config: str, engine: str, tmp_path: Path
+) -> None:
+    # On a cluster the actors live on: their weights are of a later version than the learner's, and PPO's wait for it.
+    words = [f"{key}={value}" for key, value in hosted(engine).items()]
+    process = training(
+        f"{config}_cartpole.yaml", *words, "actors=2", "envs=4", "evaluation.every=10000", "checkpoints.every=2000"
+    )
     until_learning(process)
     worker_process(process, "learner").kill()
     _, log = process.communicate()

@@ -64,7 +64,7 @@ class Cluster:
         self.placed: dict[str, dict[str, Any]] = {}  # worker that may roam → services to make there
         self.shared: dict[str, Shared] = {}
         self.order: list[str] = []
-        self.turns = 0
+        self.turns = self.lives = 0
         self.failure: ShoalError | None = None
         self.answers = Once()
         self._standins = threading.local()
@@ -193,7 +193,7 @@ class Cluster:
         raise ServiceLost(f"no link to {worker} for {self.options.deadline:g} s")
 
     def _call(self, service: str, method: str, args: list[Any]) -> Any:
-        """Call a service from this thread, which has stand-ins of its own."""
+        """Call a service from this thread, which has stand-ins of its own; while its worker begins again, wait."""
         if method.startswith("_"):
             raise ShoalError(f"{method} is no method for others")
         standins = self._standins.__dict__
@@ -201,7 +201,13 @@ class Cluster:
             if service not in self.names():
                 raise ShoalError(f"there is no service {service!r}")
             standins[service] = self.here.standin(service)
-        return getattr(standins[service], method)(*args)
+        limit = time.monotonic() + self.options.deadline
+        while True:
+            try:
+                return getattr(standins[service], method)(*args)
+            except ServiceLost:
+                if time.monotonic() > limit or self._closed.wait(0.05):
+                    raise
 
     def names(self) -> list[str]:
         """The services."""
@@ -242,6 +248,11 @@ class Cluster:
         """Look after the nodes, and after the workers that have no place."""
         if self.failure is not None:
             raise self.failure
+        lives = sum(self.here.restarts.get(host, 0) for host in self.here.placed)
+        if lives != self.lives:  # what everyone works with began again, so everyone does
+            self.lives = lives
+            for station in self.stations.values():
+                station.renewed, station.told = False, None
         for station in [*self.stations.values()]:
             for name, text in station.failures.items():
                 raise WorkerFailed(f"{name} on node {station.name}: {text}")
@@ -283,9 +294,12 @@ class Cluster:
         named = {service for name in wanted for arg in self.recipes[name][1] for service in services_in(arg)}
         blocks = {name: block.tree for name, block in self.shared.items() if name in named}
         try:
+            if not station.renewed:
+                session.call("hold", self.run_name, shared, check, self.names(), {}, {}, seconds=self.options.deadline)
+                station.renewed = True
             told = [shared, check, self.names(), recipes, blocks]
             session.call("hold", self.run_name, *told, seconds=self.options.deadline)
-            if station.session is session:
+            if station.session is session and station.renewed:
                 station.told, station.starting = wanted, True  # until it reports
         except ServiceFailed as error:  # do without a node that cannot do its part
             reason = f"node {station.name} refuses its part: {error}"

@@ -153,6 +153,8 @@ class Node:
             for name in [*self.engine.workers]:
                 if name not in workers:
                     self.engine.drop(name)
+            if not workers:
+                self.relays.clear()
             for name in [*self.engine.blocks]:
                 if name not in blocks:
                     self.engine.blocks.pop(name).close()

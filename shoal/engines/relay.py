@@ -34,7 +34,7 @@ class Relayed:
 
     @settled
     def fetch(self, newer_than: int) -> Any:
-        """The weights, if there are newer ones; those of a codec depend on what the caller holds, and are its own."""
+        """The weights, unless the caller holds them; those of a codec depend on that, and are its own."""
         relay = self._relay
         with relay.turn:
             if time.monotonic() - relay.looked >= FRESH:
@@ -43,4 +43,4 @@ class Relayed:
                     return found
                 relay.newest, relay.looked = found or relay.newest, time.monotonic()
             newest = relay.newest
-        return None if newest is None or newest["version"] <= newer_than else newest
+        return None if newest is None or newest["version"] == newer_than else newest

@@ -27,6 +27,7 @@ class Station:
     ended: set[str] = field(default_factory=set)
     failures: dict[str, str] = field(default_factory=dict)
     starting: bool = False
+    renewed: bool = True  # whether its workers have begun since the services they call did
     telling: bool = False  # whether a thread is telling it what to hold
 
 

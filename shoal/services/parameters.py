@@ -44,11 +44,12 @@ class Parameters:
 
     @settled
     def fetch(self, newer_than: int) -> Mapping[str, Any] | None:
-        """The weights with their version and the steps they were trained for; None: nothing newer.
+        """The weights with their version and the steps they were trained for; None: the caller holds them.
 
+        A learner that went back to its checkpoint counts on from there, so who holds a later version gets this one.
         Where a codec is at work they are a message for its receiver, which holds `newer_than`, or nothing: -1.
         """
-        if self.newest is None or (self.newest["version"] <= newer_than):
+        if self.newest is None or self.newest["version"] == newer_than:
             return None
         self.fetches += 1
         if self.sender is None:

@@ -27,7 +27,7 @@ class Source:
         self.asked.append(newer_than)
         if self.lost:
             raise ServiceLost("away")
-        if self.version <= newer_than:
+        if self.version == newer_than:
             return None
         return {"version": self.version, **({"message": newer_than} if self.coded else {"weights": {}})}
 
@@ -62,6 +62,10 @@ def test_one_fetches_for_all(clock: Any) -> None:
     assert two.fetch(0)["version"] == 1
     assert two.fetch(-1)["version"] == 1
     assert source.asked == [-1, 0]
+    source.version = 0  # a learner went back to its checkpoint
+    clock()
+    assert two.fetch(1)["version"] == one.fetch(1)["version"] == 0
+    assert one.fetch(0) is None
     assert one.status() == "well"
 
 
