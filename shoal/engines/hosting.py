@@ -220,11 +220,11 @@ class Host:
         name, method, args = request
         self.ready.wait()
         try:
-            service = self.services[name]
-            value = getattr(service, method)(*args)
+            function = getattr(self.services[name], method)
+            value = function(*args)
             if value is True:  # something was taken in, which the worker here may wait for
                 self.bell.ring()
-            if getattr(getattr(service._target, method), "settled", False) and shared_size(value, 0) > INLINE:
+            if getattr(function, "settled", False) and shared_size(value, 0) > INLINE:
                 return KEPT, self._keep(f"{name}.{method}", value)
             return VALUE, plain(value)
         except Exception:
