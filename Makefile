@@ -4,7 +4,7 @@ BIN := .venv/bin
 # The stamp is newer than the files that decide what is installed: a second call costs nothing.
 STAMP := .venv/.installed
 
-.PHONY: install demo test check docs bench clean
+.PHONY: install demo test test-all check docs bench clean
 
 install: $(STAMP)
 
@@ -19,6 +19,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/pytest
+
+test-all: $(STAMP)
+	$(BIN)/pytest -m ''
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
