@@ -128,12 +128,7 @@ class Experiment(Settings):
             raise ValueError("device cuda: gradient workers compute on the CPU, where their network is shared")
         if self.replay or self.shared:
             return self
-        produced = self.actor_count * self.envs
-        if self.algorithm.max_lag == 0 and self.batch_size > produced:
-            raise ValueError(
-                f"algorithm.batch {self.batch_size} can never fill: with max_lag 0, "
-                f"{self.actor_count} actors of {self.envs} environments give {produced} items per update"
-            )
+        self._fits_lag(self.algorithm.max_lag)
         # What waits is a multiple of both sizes' common divisor. Were it too much for one more put and still too little
         # for a batch, actors and learner would wait for each other.
         if self.envs - math.gcd(self.envs, self.batch_size) > (self.queue - 1) * self.batch_size:
@@ -142,6 +137,19 @@ class Experiment(Settings):
                 f"{self.queue * self.batch_size}: raise queue or algorithm.batch, or lower envs"
             )
         return self
+
+    def _fits_lag(self, lag: int | None) -> None:
+        """Refuse batches for which experience would be older than allowed, however the actors are slowed down."""
+        if lag is not None and (self.envs - 1) // self.batch_size > lag:
+            raise ValueError(
+                f"algorithm.batch {self.batch_size}: the {self.envs} items of one actor make several batches, and the "
+                f"last would be more than max_lag {lag} versions old: raise algorithm.batch or max_lag, or lower envs"
+            )
+        if lag == 0 and self.batch_size % self.envs:
+            raise ValueError(
+                f"algorithm.batch {self.batch_size}: with max_lag 0 a batch is made of whole rollouts of actors, so it "
+                f"must be a multiple of envs {self.envs}"
+            )
 
     def _fits_replay(self, replay: Replaying) -> None:
         if replay.minimum > replay.capacity:

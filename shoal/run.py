@@ -215,8 +215,10 @@ def headline(run: Path, summary: Mapping[str, Any]) -> str:
         outcome = "interrupted"
     else:
         outcome = {None: "done", True: "solved", False: "NOT solved"}[summary["solved"]]
+    asked = summary.get("steps_asked", summary["steps"])
+    more = f" ({asked:,} asked, but a batch is learned from as a whole)" if summary["steps"] > asked else ""
     return (
-        f"{outcome}: {summary['steps']:,} steps in {console.duration(summary['seconds'])}, "
+        f"{outcome}: {summary['steps']:,} steps{more} in {console.duration(summary['seconds'])}, "
         f"best evaluation {best}, results in {run}"
     )
 

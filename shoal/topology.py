@@ -25,6 +25,7 @@ from shoal.services.parameters import Parameters
 from shoal.services.queue import Queue
 from shoal.services.replay import Replay
 
+PLENTY = 1_000_000  # steps by which a group may pass the end of a run
 MODULES = (
     "torch",
     "gymnasium",
@@ -122,10 +123,12 @@ def players(experiment: Experiment) -> list[str]:
 
 def serve_store(experiment: Experiment, engine: Any, name: str = "store") -> Any:
     """A queue where every item is used once, a replay where it is drawn again."""
+    spec = envs.spec_of(experiment.environment)
+    choices = spec.action.size if spec.action.discrete else 0
+    size, max_lag = experiment.batch_size, experiment.algorithm.max_lag
     if experiment.replay is None:
-        return engine.serve(name, Queue, experiment.queue * experiment.batch_size)
-    shape = replay_shape(experiment, envs.spec_of(experiment.environment))
-    return engine.serve(name, Replay, experiment.replay, experiment.batch_size, *shape)
+        return engine.serve(name, Queue, experiment.queue * size, size, max_lag, choices, experiment.lockstep)
+    return engine.serve(name, Replay, experiment.replay, size, *replay_shape(experiment, spec), choices)
 
 
 def replay_shape(experiment: Experiment, spec: Spec) -> tuple[int, Any]:
@@ -202,7 +205,8 @@ def federated(experiment: Experiment, engine: Any, run: Path, state: Mapping[str
     tree = contents(experiment, saved)
     weights = {name.removeprefix("net/"): array for name, array in tree.items() if name.startswith("net/")}
     begun = [int(tree[name].sum()) for name in ("steps", "updates")]
-    averager = engine.serve("averager", Averager, weights, experiment.weights, *begun)
+    most = experiment.steps + PLENTY  # of one change: a group may run on for a while where it cannot reach the others
+    averager = engine.serve("averager", Averager, weights, experiment.weights, *begun, most)
     engine.run("overseer", oversee, experiment, averager, desk.parameters, desk.journal, desk.checkpoints)
     for name in ("steps", "updates"):  # each group counts its own
         tree[name][...] = 0

@@ -181,6 +181,7 @@ def summarise(
         "algorithm": experiment.algorithm_name,
         "engine": experiment.engine,
         "steps": told["steps"],
+        "steps_asked": experiment.steps,
         "updates": told["updates"],
         "episodes": told["episodes"],
         "faults": told["faults"],

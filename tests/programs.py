@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 import shoal
+from shoal.algorithms.impala import Impala
 from shoal.core.settings import Schedule, Settings
 from shoal.core.types import Act, Batch, Loss, NStep, Sequence, Spec, Step
 from shoal.engines import ENGINES
@@ -131,6 +132,26 @@ class Checker(Settings):
         over = (count[1] == self.length) & (not self.truncates)
         expected = torch.where(over, torch.zeros(()), 0.5 ** (steps - 1).float())
         demand(batch.discount[0] == expected, "the discount has its powers of gamma")
+
+
+class Broken(Impala):
+    """Gives a loss that is no number for weights of some versions, and may spoil the rewards before that."""
+
+    after: int = Field(100, description="The first version.")
+    times: int = Field(10**9, description="How many versions.")
+    spoil: bool = Field(False, description="Whether rewards are no numbers, and not only the loss.")
+
+    def _bad(self, batch: Batch) -> bool:
+        return self.after <= batch.version.max() < self.after + self.times
+
+    def prepare(self, net: Any, batch: Batch) -> Batch:
+        if self.spoil and self._bad(batch):
+            batch = batch._replace(reward=batch.reward * float("nan"))
+        return super().prepare(net, batch)
+
+    def loss(self, net: Any, target: object, batch: Batch) -> Loss:
+        loss = super().loss(net, target, batch)
+        return loss._replace(each=loss.each * float("nan")) if self._bad(batch) else loss
 
 
 class Faulty(gymnasium.Env[Any, Any]):

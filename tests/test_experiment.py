@@ -217,9 +217,14 @@ MISTAKES = {
         ["engine=procesess"],
         rf"^engine: unknown engine 'procesess': {', '.join(ENGINES)}, or your own .*; did you mean 'processes'\?$",
     ),
-    "batch that can never fill": (
+    "batch of broken rollouts": (
         ["algorithm={name: ppo, batch: 17}", "envs=8"],
-        r"algorithm\.batch 17 can never fill: with max_lag 0, 2 actors of 8 environments give 16 items per update$",
+        r"algorithm\.batch 17: with max_lag 0 a batch is made of whole rollouts of actors, so it must be a multiple of "
+        r"envs 8$",
+    ),
+    "rollouts of several batches": (
+        ["algorithm={name: ppo, batch: 8, max_lag: 1}", "envs=24"],
+        r"algorithm\.batch 8: the 24 items of one actor make several batches, and the last would be more than max_lag",
     ),
     "more than the queue can hold": (
         ["envs=100", "algorithm.batch=16"],

@@ -38,3 +38,10 @@ def test_nodes_stand_with_their_workers_and_their_rates() -> None:
 def test_without_nodes_none_are_told() -> None:
     text = tell(Path("run"), summary(learner={"working": 0.5, "waits": {}, "moves_per_s": 3.0}))
     assert "node" not in text
+
+
+def test_steps_beyond_those_asked_for_are_told() -> None:
+    worker = {"working": 0.5, "waits": {}, "moves_per_s": 3.0}
+    beyond = tell(Path("run"), {**summary(learner=worker), "steps": 7877, "steps_asked": 6000})
+    assert "7,877 steps (6,000 asked, but a batch is learned from as a whole) in" in beyond
+    assert "asked" not in tell(Path("run"), {**summary(learner=worker), "steps": 6000, "steps_asked": 6000})

@@ -32,6 +32,25 @@ def size_of(tree: Any) -> int:
     return sum(leaf.nbytes for leaf in leaves(tree))
 
 
+def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf with its path, keys joined by dots."""
+    if isinstance(tree, Mapping):
+        for key in tree:
+            yield from flat(tree[key], f"{path}.{key}" if path else key)
+    else:
+        yield path, tree
+
+
+def not_finite(tree: Any, path: str = "") -> list[str]:
+    """Which arrays or tensors hold a number that is not finite, each as `path holds nan`."""
+    found = []
+    for name, leaf in flat(tree, path):
+        array = leaf if isinstance(leaf, np.ndarray | np.generic) else leaf.detach().cpu().numpy()
+        if array.dtype.kind == "f" and not (fine := np.isfinite(array)).all():
+            found.append(f"{name} holds {np.extract(~fine, array)[0]}")
+    return found
+
+
 def to_torch(tree: Any, device: str | torch.device = "cpu") -> Any:
     """Turn arrays into tensors on a device, in memory of torch's own.
 

@@ -123,12 +123,16 @@ Work: TypeAlias = Generator[bool, None, None]  # yields True when it did work, F
 class Store(Protocol):
     """Where experience waits: never blocks."""
 
-    def put(self, items: Mapping[str, Tree], priority: Array | None = None) -> bool:
-        """Copy the items in; False: full or over the limit, come back."""
+    def admit(self, actor: int, version: int, count: int) -> bool:
+        """Whether an actor may begin on so many items with weights of this version; False: fetch newer ones first."""
         ...
 
-    def get(self, size: int, oldest: int = 0, beta: float = 1.0) -> Mapping[str, Tree] | None:
-        """Return a batch as a tree, without items of policies before `oldest`; None: not enough yet.
+    def put(self, items: Mapping[str, Tree], priority: Array | None = None, actor: int | None = None) -> bool:
+        """Copy the items of an actor in; False: full or over the limit, come back."""
+        ...
+
+    def get(self, size: int, version: int = 0, beta: float = 1.0) -> Mapping[str, Tree] | None:
+        """Return a batch for weights of this version as a tree; None: not enough yet.
 
         Where items are drawn by priority, `beta` says how far their weights make up for it.
         """
@@ -146,8 +150,12 @@ class Store(Protocol):
         """Go on from what `settle` returned."""
         ...
 
-    def status(self) -> Mapping[str, int]:
-        """Tell `filled` and `capacity`, at least."""
+    def refused(self) -> list[str]:
+        """What was refused since the last call, in words."""
+        ...
+
+    def status(self) -> Mapping[str, float]:
+        """Tell `filled`, `capacity` and how many puts were `refused`, at least."""
         ...
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.core.moments import Moments, merge
 from shoal.core.tree import leaves, map_tree
 
 CLIP = 10.0  # as VecNormalize of Stable-Baselines3 does, for observations and rewards alike
@@ -28,17 +29,13 @@ class RunningMoments(nn.Module):
 
     @torch.no_grad()
     def update(self, x: Tensor) -> None:
-        """Merge [N, ...] into the moments (Chan et al., doi:10.1080/00031305.1983.10483115)."""
+        """Merge [N, ...] into the moments."""
         if len(x) == 0:
             return
         x = x.to(torch.float64)
-        mean, var, total = x.mean(0), x.var(0, unbiased=False), self.count + len(x)
-        delta = mean - self.mean
-        share = len(x) / total
-        spread = self.var * (1 - share) + var * share + delta.square() * share * (1 - share)
-        self.var.copy_(spread)
-        self.mean.add_(delta * share)
-        self.count.copy_(total)
+        seen = Moments(len(x), x.mean(0), x.var(0, unbiased=False))
+        for buffer, new in zip(self.buffers(), merge(Moments(self.count, self.mean, self.var), seen), strict=True):
+            buffer.copy_(new)
 
     def scale(self) -> Tensor:
         """One over the standard deviation."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -20,12 +21,15 @@ from typing import Any
 import numpy as np
 
 from shoal.core.errors import SettingsError, ShoalError, nearest
+from shoal.core.tree import not_finite
+from shoal.core.types import Array
 
 log = logging.getLogger("shoal")
 PREFIX = "step_"
 BEST = "best"
 NEEDED = ("weights", "optimizer")
-ARRAYS = (*NEEDED, "target", "store")
+UNFIT = (*NEEDED, "target")  # where every number must be finite
+ARRAYS = (*UNFIT, "store")
 
 
 class Checkpoints:
@@ -38,6 +42,8 @@ class Checkpoints:
     def save(self, content: Mapping[str, Any]) -> str:
         """Write `weights`, `optimizer` and `state`, and remove what is older; return what went wrong, if anything."""
         name = f"{PREFIX}{content['state']['steps']}"
+        if problems := unfit(content):
+            return f"checkpoint {name} was not saved: {problems}; the one before stays"
         try:
             write(folder(self.run) / name, content)
         except OSError as error:
@@ -53,11 +59,22 @@ class Checkpoints:
             before = None
         if before is not None and before >= content["state"]["mean"]:
             return ""
+        if problems := unfit(content) or ("" if math.isfinite(content["state"]["mean"]) else "its score is no number"):
+            return f"checkpoint {BEST} was not saved: {problems}; the one before stays"
         try:
             write(folder(self.run) / BEST, content)
         except OSError as error:
             return _problem(BEST, error)
         return ""
+
+    def save_batch(self, arrays: Mapping[str, Array]) -> str:
+        """Write a batch that no update could learn from, for a look; return where it is, or what went wrong."""
+        path = self.run / "failed_batch.safetensors"
+        try:
+            _write_arrays(path, {key: np.asarray(array, order="C") for key, array in arrays.items()})
+        except OSError as error:
+            return _problem(path.name, error)
+        return str(path)
 
     def load(self, exact: bool) -> Mapping[str, Any] | None:
         """The newest checkpoint, or under `exact` the newest scheduled one; None: there is none."""
@@ -71,6 +88,11 @@ class Checkpoints:
         for path in every:
             if path not in kept:
                 remove(path)
+
+
+def unfit(content: Mapping[str, Any]) -> str:
+    """The arrays of a checkpoint that hold a number which is not finite; a run could not go on from them."""
+    return ", ".join(not_finite({name: content[name] for name in UNFIT if name in content})[:5])
 
 
 def folder(run: Path) -> Path:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from shoal.core.caller import caller
+
+FAULTS = 20  # reports that wait for the recorder
+LONGEST = 20_000  # letters of one
 
 
 class Journal:
@@ -23,7 +29,7 @@ class Journal:
         self.episodes = deque[tuple[float, int]](map(tuple, state.get("episodes", ())), maxlen=100)
         self.evaluations: list[dict[str, Any]] = list(state.get("evaluations", ()))
         self.told = len(self.evaluations)  # how many the recorder has
-        self.faults: deque[str] = deque(maxlen=20)
+        self.faults: deque[str] = deque(maxlen=FAULTS)
         self.choices: deque[list[float]] = deque(maxlen=10_000)  # since the last look of the recorder
         self.checkpoint: dict[str, float] | None = None
         self.stopped_by = ""
@@ -54,11 +60,16 @@ class Journal:
 
     def acted(self, episodes: list[Any], faults: list[str], choices: Sequence[list[float]] = ()) -> None:
         """Take an actor's episodes as [score, length, …], what broke, and its bandits' pulls as [arm, score]."""
-        self.episodes.extend((score, length) for score, length, *_ in episodes)
-        self.counts["episodes"] += len(episodes)
+        played = [(score, length) for score, length, *_ in episodes if _number(score) and _number(length, 0)]
+        pulled = [[arm, score] for arm, score in choices if _number(arm, 0) and _number(score)]
+        if len(played) < len(episodes) or len(pulled) < len(choices):
+            self.faults.append(f"{caller()} reported episodes or choices that hold no proper numbers: left out")
+            self.counts["faults"] += 1
+        self.episodes.extend(played)
+        self.counts["episodes"] += len(played)
         self.counts["faults"] += len(faults)
-        self.faults.extend(faults)
-        self.choices.extend(choices)
+        self.faults.extend(str(fault)[:LONGEST] for fault in faults[-FAULTS:])
+        self.choices.extend(pulled)
 
     def report(self, problem: str) -> None:
         """Take something that a user should know."""
@@ -127,3 +138,8 @@ class Journal:
 
 def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
+
+
+def _number(value: Any, least: float = -math.inf) -> bool:
+    """Whether a value is a finite number, and not below the least."""
+    return type(value) in (int, float) and math.isfinite(value) and value >= least

@@ -1,39 +1,96 @@
-"""The queue of fresh experience: first in, first out, each item used once."""
+"""The queue of fresh experience: the oldest policy's first, each item used once."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
 from collections.abc import Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shoal.core.tree import map_tree
 from shoal.core.types import Array, Tree
+from shoal.services.inspection import Refusals, items_problem
+
+LATE = 30.0  # seconds after which experience that was announced is no longer waited for
+
+
+class Announced(NamedTuple):
+    """Items that an actor is at work on: how many, by weights of which version, and since when."""
+
+    items: int
+    version: int
+    since: float
 
 
 class Queue:
-    """A bounded queue in memory that is allocated once; a full one says so, which slows the actors down."""
+    """A bounded queue in memory that is allocated once; a full one says so, which slows the actors down.
 
-    def __init__(self, capacity: int) -> None:
-        """Hold at most so many items."""
-        self.capacity = capacity
+    How old experience may be is seen to before it is made: an actor asks whether it may begin. Items in the queue and
+    items announced lie before the new ones, and each batch of them is one more version of the weights by the time the
+    new ones are learned from. The learner in turn waits for whoever would be too late otherwise. So nothing has to be
+    dropped, and a slow actor's experience counts like a fast one's.
+    """
+
+    def __init__(
+        self, capacity: int, batch: int = 1, max_lag: int | None = None, choices: int = 0, exact: bool = False
+    ) -> None:
+        """Hold at most so many items; with `max_lag`, a batch of them is at most so many versions old.
+
+        Discrete actions lie below `choices`. Under `exact` the clock decides nothing.
+        """
+        self.capacity, self.batch, self.max_lag, self.choices, self.exact = capacity, batch, max_lag, choices, exact
         self.memory: Any = None  # as the items, [T or T+1, capacity, ...]
         self.version = np.zeros(capacity, np.int64)
+        self.arrived = np.zeros(capacity, np.int64)  # the learner's version when an item came
         self.free = deque(range(capacity))
         self.filled: deque[int] = deque()
         self.taken = 0  # items ever handed out, which are their keys
-        self.dropped = 0
+        self.next = 0  # version of the weights that the next batch will change
+        self.announced: dict[int, Announced] = {}  # by actor
+        self.ages = {"age_of_weights": 0.0, "age_of_data": 0.0}
+        self.refusals = Refusals()
 
-    def put(self, items: Mapping[str, Tree], priority: Array | None = None) -> bool:
-        """Copy items in, all or none; False: full, come back."""
+    def admit(self, actor: int, version: int, count: int) -> bool:
+        """Whether an actor may begin on so many items with these weights; False: fetch newer ones, and ask again."""
+        self.announced.pop(actor, None)
+        if self.max_lag is None:
+            return True
+        before = len(self.filled) + sum(announced.items for announced in self._coming())
+        # By the last of the new items; but where none may be old at all, by the first: or else nobody might be at work
+        # while a batch is not complete.
+        last = before + (count - 1 if self.max_lag else 0)
+        if before + count > self.capacity or self.next + last // self.batch - version > self.max_lag:
+            return False
+        self.announced[actor] = Announced(count, version, time.monotonic())
+        return True
+
+    def _coming(self) -> list[Announced]:
+        """What actors are at work on, but for those that take too long."""
+        limit = -math.inf if self.exact else time.monotonic() - LATE
+        return [announced for announced in self.announced.values() if announced.since > limit]
+
+    def put(self, items: Mapping[str, Tree], priority: Array | None = None, actor: int | None = None) -> bool:
+        """Copy items in, all or none; False: full, come back. Items that make no sense are refused and counted.
+
+        An actor that announced them says who it is.
+        """
         version = np.asarray(items["version"])
-        content = {key: value for key, value in items.items() if key != "version"}
+        if not len(version):
+            return True
         if len(version) > self.capacity:
             raise ValueError(f"{len(version)} items at once do not fit a queue of {self.capacity}")
         if len(version) > len(self.free):
             return False
+        if actor is not None:
+            self.announced.pop(actor, None)
+        if problem := items_problem(items, None, self.choices):
+            self.refusals.add("experience", problem)
+            return True
+        content = {key: value for key, value in items.items() if key != "version"}
         if self.memory is None:
             self.memory = map_tree(lambda x: np.empty((len(x), self.capacity, *x.shape[2:]), x.dtype), content)
         slots = list(islice(self.free, len(version)))
@@ -45,29 +102,34 @@ class Queue:
             memory[:, index] = x
 
         map_tree(write, self.memory, content)
-        self.version[slots] = version
+        self.version[slots], self.arrived[slots] = version, self.next
         for slot in slots:  # only now, so that items which do not fit take no place
             self.free.popleft()
             self.filled.append(slot)
+        self.refusals.accept()
         return True
 
-    def get(self, size: int, oldest: int = 0, beta: float = 1.0) -> Mapping[str, Tree] | None:
-        """A batch of the items that waited longest, dropping those of policies before `oldest`."""
+    def get(self, size: int, version: int = 0, beta: float = 1.0) -> Mapping[str, Tree] | None:
+        """A batch for weights of this version: items of the oldest policies, and of one policy those that came first.
+
+        None: not enough yet, or somebody is still at work who would be too late for the next batch.
+        """
+        self.next = version
         if len(self.filled) < size:
             return None
-        stale = [slot for slot in self.filled if self.version[slot] < oldest]
-        if stale:
-            self.dropped += len(stale)
-            self.free.extend(stale)
-            self.filled = deque(slot for slot in self.filled if self.version[slot] >= oldest)
-            if len(self.filled) < size:
-                return None
+        if self.max_lag and any(version + 1 - announced.version > self.max_lag for announced in self._coming()):
+            return None  # after this batch, what is being made would be too old
+        order = np.argsort(self.version[list(self.filled)], kind="stable")
+        if (np.diff(order) < 0).any():
+            waiting = list(self.filled)
+            self.filled = deque(waiting[place] for place in order)
         slots = [self.filled.popleft() for _ in range(size)]
         self.free.extend(slots)
         index = _index(slots)
         batch = map_tree(lambda memory: memory[:, index].copy(), self.memory)
         key = np.arange(self.taken, self.taken + size)
-        self.taken += size
+        self.taken, self.next = self.taken + size, version + 1
+        self.ages = ages(version, self.version[slots], self.arrived[slots])
         return {**batch, "key": key, "version": self.version[slots], "weight": np.ones(size, np.float32)}
 
     def update(self, key: Array, priority: Array) -> None:
@@ -77,15 +139,28 @@ class Queue:
         """Forget what waits: its actors will begin anew."""
         self.free.extend(self.filled)
         self.filled.clear()
+        self.announced.clear()
         self.free = deque(sorted(self.free))  # as at the beginning, so that the same puts take the same places
         return {}
 
     def restore(self, saved: Mapping[str, Array]) -> None:
         """Nothing was kept."""
 
-    def status(self) -> Mapping[str, int]:
-        """How full it is, and how many items were too old to use."""
-        return {"filled": len(self.filled), "capacity": self.capacity, "dropped": self.dropped}
+    def refused(self) -> list[str]:
+        """What was refused since the last call, in words."""
+        return self.refusals.drain()
+
+    def status(self) -> Mapping[str, float]:
+        """How full it is, how many puts were refused, and the ages of the last batch."""
+        return {"filled": len(self.filled), "capacity": self.capacity, "refused": self.refusals.total, **self.ages}
+
+
+def ages(version: int, acted: Array, arrived: Array) -> dict[str, float]:
+    """How many versions a batch's policies were behind when it came in, and how many it waited since, on average."""
+    return {
+        "age_of_weights": float((arrived - acted).mean()),
+        "age_of_data": float((version - arrived).mean()),
+    }
 
 
 def _index(slots: list[int]) -> Any:

@@ -11,6 +11,8 @@ from shoal.core.errors import Fatal
 from shoal.core.replaying import Replaying
 from shoal.core.types import Array, Tree
 from shoal.services.frames import Frames, Full
+from shoal.services.inspection import Refusals, items_problem, priority_problem
+from shoal.services.queue import ages
 from shoal.services.sums import Sums
 
 PICTURE = 1024  # bytes from which observations are kept as frames, each once
@@ -24,27 +26,44 @@ class Replay:
     Every item has a key that is never given again; a key whose item was overwritten is ignored.
     """
 
-    def __init__(self, settings: Replaying, batch: int, overlap: int = 0, stack: Any = 1) -> None:
-        """Draw `batch` items at a time; `overlap` steps of a sequence came before."""
-        self.settings, self.batch, self.overlap, self.stack = settings, batch, overlap, stack
+    def __init__(self, settings: Replaying, batch: int, overlap: int = 0, stack: Any = 1, choices: int = 0) -> None:
+        """Draw `batch` items at a time; `overlap` steps of a sequence came before.
+
+        Discrete actions lie below `choices`.
+        """
+        self.settings, self.batch, self.overlap, self.stack, self.choices = settings, batch, overlap, stack, choices
         self.capacity = settings.capacity
         self.memory: dict[str, Any] = {}
         self.frames: dict[str, Frames] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}  # of observations that are kept as frames
         self.keys = np.full(self.capacity, -1, np.int64)
         self.version = np.zeros(self.capacity, np.int64)
+        self.arrived = np.zeros(self.capacity, np.int64)  # the learner's version when an item came
         self.sums = Sums(self.capacity)
         self.highest = 1.0  # priority of an item that nobody judged yet
         self.inserted = self.filled = self.drawn = self.steps = 0
+        self.next = 0  # version of the weights that the next batch will change
+        self.ages = {"age_of_weights": 0.0, "age_of_data": 0.0}
+        self.refusals = Refusals()
 
-    def put(self, items: Mapping[str, Tree], priority: Array | None = None) -> bool:
-        """Copy items in over the oldest; False: the learner is behind, come back."""
+    def admit(self, actor: int, version: int, count: int) -> bool:
+        """Whether an actor may begin on experience: always, since a replay gives it again when it is old as well."""
+        return True
+
+    def put(self, items: Mapping[str, Tree], priority: Array | None = None, actor: int | None = None) -> bool:
+        """Copy items in over the oldest; False: the learner is behind, come back.
+
+        Items or priorities that make no sense are refused and counted.
+        """
         versions = np.asarray(items["version"])
         count = len(versions)
         if count > self.capacity:
             raise ValueError(f"{count} items at once do not fit a replay of {self.capacity}")
         if self._ahead() > self._slack():
             return False
+        if problem := items_problem(items, priority, self.choices):
+            self.refusals.add("experience", problem)
+            return True
         leaves = flat(items)
         if not self.memory:
             self._allocate(leaves)
@@ -53,19 +72,21 @@ class Replay:
         self._evict(self.filled + count - self.capacity)
         for name, value in leaves.items():
             self._write(name, slots, value)
-        self.keys[slots], self.version[slots] = keys, versions
+        self.keys[slots], self.version[slots], self.arrived[slots] = keys, versions, self.next
         if priority is None:
             priority = np.full(count, self.highest)
         self.sums.set(slots, self._sharpen(priority))
         self.inserted, self.filled = self.inserted + count, self.filled + count
         self.steps += self._fresh(np.asarray(items["first"]))
+        self.refusals.accept()
         return True
 
-    def get(self, size: int, oldest: int = 0, beta: float = 1.0, seed: int | None = None) -> Mapping[str, Tree] | None:
-        """Draw a batch with importance weights that are at most 1; None: too few yet, or the actors are behind.
+    def get(self, size: int, version: int = 0, beta: float = 1.0, seed: int | None = None) -> Mapping[str, Tree] | None:
+        """Draw a batch for weights of this version, with importance weights of at most 1; None: too few yet.
 
         Where several workers draw, each brings a seed: those of a process of its own would depend on where that is.
         """
+        self.next = version
         if self.filled < self.settings.minimum or self._ahead() - size < -self._slack():
             return None
         dice = np.random if seed is None else np.random.RandomState(seed)
@@ -77,21 +98,29 @@ class Replay:
             chance = self.sums.get(slots) / self.sums.total()
             rare = (self.filled * chance) ** -beta  # arXiv:1511.05952, section 3.4
             weight = (rare / rare.max()).astype(np.float32)
-        self.drawn += size
+        self.drawn, self.next = self.drawn + size, version + 1
+        self.ages = ages(version, self.version[slots], self.arrived[slots])
         batch = nested({name: self._read(name, slots) for name in self.memory})
         return {**batch, "key": self.keys[slots], "version": self.version[slots], "weight": weight}
 
     def update(self, key: Array, priority: Array) -> None:
-        """Set priorities; keys of items that are gone are ignored."""
+        """Set priorities; keys of items that are gone are ignored, and priorities that make no sense refused."""
+        if problem := priority_problem(priority, len(key)):
+            self.refusals.add("priorities", problem)
+            return
         slots = key % self.capacity
         there = self.keys[slots] == key
         self.highest = max(self.highest, float(priority.max(initial=0.0)))
         self.sums.set(slots[there], self._sharpen(priority[there]))
 
-    def status(self) -> Mapping[str, int]:
-        """How full it is, and how much went in and out."""
-        counts = {"inserted": self.inserted, "drawn": self.drawn, "steps": self.steps}
-        return {"filled": self.filled, "capacity": self.capacity, **counts}
+    def status(self) -> Mapping[str, float]:
+        """How full it is, how much went in and out, how many puts were refused, and the ages of the last batch."""
+        counts = {"inserted": self.inserted, "drawn": self.drawn, "steps": self.steps, "refused": self.refusals.total}
+        return {"filled": self.filled, "capacity": self.capacity, **counts, **self.ages}
+
+    def refused(self) -> list[str]:
+        """What was refused since the last call, in words."""
+        return self.refusals.drain()
 
     def nbytes(self) -> int:
         """Bytes that the items take."""
@@ -107,9 +136,9 @@ class Replay:
         for name, frames in self.frames.items():
             saved |= {f"{part}|{name}": array for part, array in frames.snapshot().items()}
             saved[f"shape|{name}"] = np.array(self.shapes[name])
-        counts = np.array([self.inserted, self.filled, self.drawn, self.steps])
+        counts = np.array([self.inserted, self.filled, self.drawn, self.steps, self.next])
         priorities = self.sums.values.reshape(-1)[: self.capacity]
-        rest = {"keys": self.keys, "version": self.version, "priorities": priorities}
+        rest = {"keys": self.keys, "version": self.version, "arrived": self.arrived, "priorities": priorities}
         return {**saved, **rest, "counts": counts, "highest": np.array(self.highest)}
 
     def restore(self, saved: Mapping[str, Array]) -> None:
@@ -118,9 +147,9 @@ class Replay:
             return
         if len(saved["keys"]) != self.capacity:
             raise Fatal(f"the saved replay holds {len(saved['keys'])} items; replay.capacity is {self.capacity}")
-        self.inserted, self.filled, self.drawn, self.steps = saved["counts"].tolist()
+        self.inserted, self.filled, self.drawn, self.steps, self.next = saved["counts"].tolist()
         self.highest = float(saved["highest"])
-        self.keys[:], self.version[:] = saved["keys"], saved["version"]
+        self.keys[:], self.version[:], self.arrived[:] = saved["keys"], saved["version"], saved["arrived"]
         self.sums.set(np.arange(self.capacity), saved["priorities"])
         for key, array in saved.items():
             kind, _, name = key.partition("|")

@@ -46,19 +46,23 @@ def fill(
         return bool(experiment.lockstep and parameters.status()["period"] != policy.period)
 
     while True:
-        if (items := stream.act(algorithm, policy.version)) is None:
-            continue
+        while algorithm.max_lag is not None and not store.admit(index, policy.version, experiment.envs):
+            yield False
+            if over():
+                return
+            policy.follow(parameters)
+        while (items := stream.act(algorithm, policy.version)) is None:
+            pass
         priority = policy.judge(algorithm, items) if experiment.judged_by_actors else None
-        while not store.put(items, priority):
+        while not store.put(items, priority, index):
             yield False
             if over():
                 return
         stream.report(algorithm, journal)
         puts += 1
         yield True
-        if puts % experiment.refresh == 0:
-            while not over() and not policy.follow(parameters) and algorithm.max_lag == 0:
-                yield False
         if over():
             return
+        if puts % experiment.refresh == 0:
+            policy.follow(parameters)
         algorithm = at(experiment.algorithm, policy.steps / experiment.steps)

@@ -11,6 +11,7 @@ import numpy as np
 from shoal import envs
 from shoal.core.codec import Receiver, Sender
 from shoal.core.errors import Diverged
+from shoal.core.moments import at, found_in, merge, named, without
 from shoal.core.types import Array, Work
 from shoal.workers.learner import LOOKS, Model, Progress, Reports, Saver
 from shoal.workers.policy import pick_device
@@ -27,6 +28,7 @@ class Delegate:
         self.round, self.codec = experiment.federation.round, experiment.weights
         self.metrics: dict[str, list[float]] = {}
         self.steps = self.updates = 0
+        self.moments = found_in(self._net())
 
     def _net(self) -> dict[str, Array]:
         """The group's weights, in memory that its workers share."""
@@ -39,7 +41,7 @@ class Delegate:
         self.sum = {name: np.zeros_like(array) for name, array in weights.items()}
         answer = self.averager.join(self.group)
         self.life = answer["life"]
-        self._take(answer, {name: array.copy() for name, array in weights.items()}, now)
+        self._take(answer, None, now)
         self.steps, self.updates = now.steps, now.updates
 
     def after(self, metrics: Mapping[str, float]) -> None:
@@ -51,29 +53,47 @@ class Delegate:
             self._exchange(now)
 
     def finish(self, spec: Any) -> None:
-        """The other groups go on, or everyone has been told to stop."""
+        """Send what is left of a round, unless everyone has been told to stop; the other groups go on."""
+        now = self.model.now()
+        if not self.model.block["stop"] and now.steps > self.steps:
+            self._exchange(now)
         self.model.block["stop"][...] = 1
 
     def _exchange(self, now: Progress) -> None:
         snapshot = {name: array.copy() for name, array in self._net().items()}
         self.sum = {name: self.sum[name] + (snapshot[name] - self.base[name]) for name in snapshot}
+        for prefix in self.moments:  # of what was seen since, which is merged whole
+            seen = without(at(snapshot, prefix), at(self.base, prefix))
+            self.sum |= {name: np.asarray(value) for name, value in named(prefix, seen).items()}
         self.sender.publish(self.sent, self.sum)
         message = self.sender.message(self.sent - 1)
         means = {name: fmean(values) for name, values in self.metrics.items()}
         steps, updates = now.steps - self.steps, now.updates - self.updates
+        answer = self.averager.merge(self.group, self.life, self.receiver.version, steps, updates, message, means)
         try:
-            answer = self.averager.merge(self.group, self.life, self.receiver.version, steps, updates, message, means)
+            if "refused" in answer:
+                raise Diverged(answer["refused"])
             self._take(answer, snapshot, now)
-        except Diverged:
+        except Diverged:  # go on from the merged weights
             self.publish(now)
         self.sent, self.steps, self.updates = self.sent + 1, now.steps, now.updates
         self.metrics.clear()
 
-    def _take(self, answer: Mapping[str, Any], snapshot: Mapping[str, Array], now: Progress) -> None:
-        """Move to the merged weights, and keep what the group's workers did since the snapshot."""
+    def _take(self, answer: Mapping[str, Any], snapshot: Mapping[str, Array] | None, now: Progress) -> None:
+        """Move to the merged weights, and keep what the group's workers did since the snapshot, if there is one."""
         merged: Any = self.receiver.take(answer["message"])
-        for name, array in self._net().items():
-            array += merged[name] - snapshot[name]
+        net = self._net()
+        for prefix in self.moments:
+            whole = at(merged, prefix)
+            if snapshot is not None and (seen := without(at(net, prefix), at(snapshot, prefix))).count:
+                whole = merge(whole, seen)
+            for name, value in named(prefix, whole).items():
+                net.pop(name)[...] = value
+        for name, array in net.items():
+            if snapshot is None:
+                array[...] = merged[name]
+            else:
+                array += merged[name] - snapshot[name]
         self.base = {name: np.array(array) for name, array in merged.items()}
         self.model.block["elsewhere"][...] = answer["steps"] - now.steps
         if answer["stop"]:
@@ -88,6 +108,8 @@ def oversee(experiment: Any, averager: Any, parameters: Any, journal: Any, check
     every = max(experiment.evaluation_interval // LOOKS, 1)
     while not stop:
         status = averager.status()
+        for line in status["refused"]:
+            journal.report(line)
         if status["version"] == seen:
             stop = bool(journal.stopping())
             yield False
@@ -99,6 +121,8 @@ def oversee(experiment: Any, averager: Any, parameters: Any, journal: Any, check
         if not stop and (published is None or due or now.steps - published >= every):
             load_weights(model.net, averager.newest())
             parameters.publish(now.version, now.steps, 0, False, model.weights())
+            if published is None and not saver.last:
+                saver.begin(checkpoints, journal, now, model)
             published = now.steps
         if due and not stop:
             saver.save(checkpoints, None, journal, now, model, scheduled=False)

@@ -14,7 +14,7 @@ from shoal.core.randomness import derive, seed_everything
 from shoal.core.settings import at
 from shoal.core.types import Array, Work
 from shoal.workers.federate import Delegate
-from shoal.workers.learner import LOOKS, Progress, Reports, Saver
+from shoal.workers.learner import LOOKS, Health, Progress, Reports, Saver
 from shoal.workers.policy import fresh_batch, judge, to_batch
 from shoal.workers.shared import CPU, Shared
 from shoal.workers.stream import Stream
@@ -51,10 +51,11 @@ def gradient(
                     else:
                         chief = Chief(experiment, model, parameters, journal, checkpoints, store)
                     chief.publish(model.now())
+                health = Health(checkpoints, getattr(chief, "saver", None))
                 yield True  # so that a resumed run, too, scores the weights it begins with
             if experiment.lockstep:  # a period depends on its number only, not on what came before
                 seed_everything(derive(own, period, "choices"))
-            yield from learn(experiment, model, worlds, period, chief, journal, store)
+            yield from learn(experiment, model, worlds, period, chief, journal, store, health)
         finally:
             worlds.close()
     if chief is not None:
@@ -74,6 +75,7 @@ def learn(
     chief: Chief | Delegate | None,
     journal: Any,
     store: Any,
+    health: Health,
 ) -> Work:
     """Act and learn until the run is over or a new period begins."""
     block, index = model.block, model.index
@@ -88,7 +90,11 @@ def learn(
         stream.report(algorithm, journal)
         model.own.train()
         torch.set_num_threads(experiment.learner_threads)
-        told = [*learn_from(experiment, algorithm, model, items, store)]
+        told = []
+        for metrics in learn_from(experiment, algorithm, model, items, store):
+            if problem := health.look(metrics, model.own, model.last, now.updates):
+                journal.report(problem)
+            told.append(metrics)
         block["steps"][index] += stream.steps - before
         if chief is not None:
             names = dict.fromkeys(name for numbers in told for name in numbers)
@@ -126,7 +132,7 @@ def learn_again(
     """Update by so many batches of the store, or by as many as it gives."""
     while times is None or times > 0:
         seed = int(np.random.randint(2**31))
-        tree = store.get(experiment.batch_size, 0, algorithm.replay.beta.now, seed)
+        tree = store.get(experiment.batch_size, model.now().updates, algorithm.replay.beta.now, seed)
         if tree is None:
             return
         batch = to_batch(tree, CPU)
@@ -151,6 +157,8 @@ class Chief:
         self.reports = Reports(journal, experiment.lockstep)
         self.every = max(experiment.evaluation_interval // LOOKS, 1)
         self.published = 0
+        if not model.now().version:  # nothing was published before
+            self.saver.begin(checkpoints, journal, model.now(), model)
 
     def after(self, metrics: Mapping[str, float]) -> None:
         """Do what is due after a unit of work."""

@@ -14,13 +14,24 @@ MOVING = Batch._fields[:7]  # the parts of a batch that are tensors
 
 
 def step(algorithm: Any, net: Any, target: Any, optimizer: Any, batch: Batch) -> Loss:
-    """One step of the optimizer down the loss of a batch."""
+    """One step of the optimizer down the loss of a batch, and in the metrics whether it was `finite`.
+
+    On the CPU a loss or gradient that is not finite changes nothing. On a GPU asking would mean waiting for it: there
+    the step is taken, and whoever reads the metrics takes it back.
+    """
     loss: Loss = algorithm.loss(net, target, batch)
     optimizer.zero_grad(set_to_none=True)
-    (loss.each * batch.weight).mean().backward()  # type: ignore[no-untyped-call]
+    total = (loss.each * batch.weight).mean()
+    total.backward()  # type: ignore[no-untyped-call]
     if algorithm.clip_norm is not None:
-        loss.metrics["gradient_norm"] = torch.nn.utils.clip_grad_norm_(net.parameters(), algorithm.clip_norm)
-    optimizer.step()
+        norm = torch.nn.utils.clip_grad_norm_(net.parameters(), algorithm.clip_norm)
+        loss.metrics["gradient_norm"] = norm
+    else:
+        norm = torch.nn.utils.get_total_norm([part.grad for part in net.parameters() if part.grad is not None])
+    finite = (total.detach() + norm).isfinite()
+    loss.metrics["finite"] = finite.float()
+    if finite.is_cuda or finite:
+        optimizer.step()
     return loss
 
 

@@ -22,7 +22,7 @@ from shoal import envs
 from shoal.core.randomness import Randomness, derive
 from shoal.core.tree import to_numpy
 from shoal.core.types import Array, Batch
-from shoal.workers.learner import Progress, update
+from shoal.workers.learner import Keeper, Progress, update
 from shoal.workers.snapshot import flat, load_weights
 
 CPU = torch.device("cpu")
@@ -92,6 +92,8 @@ class Shared:
         if self.every:
             self.target = lay_over(copy.deepcopy(self.own), block, "target/").requires_grad_(False)
         self.optimizer = self._over_block(algorithm.optimizer(self.net))
+        self.keeper = Keeper(self.own, self.optimizer)
+        self.last: Batch  # that was learned from
 
     def _over_block(self, optimizer: Optimizer) -> Optimizer:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -110,7 +112,8 @@ class Shared:
     def update(self, algorithm: Any, batch: Batch) -> tuple[Any, dict[str, float]]:
         """Learn from a batch on the own network, and change the shared one; return priorities and metrics."""
         lag = float(self.now().updates - batch.version.mean())
-        priority, count, metrics = update(algorithm, self.own, self.target, self, batch)
+        priority, count, metrics = update(algorithm, self.own, self.target, self, batch, self.keeper)
+        self.last = batch
         self.block["updates"][self.index] += count
         if self.every and (copies := self.now().updates // self.every) > self.block["copies"]:
             self.block["copies"][...] = copies

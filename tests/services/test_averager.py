@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shoal.core.caller import called_by
 from shoal.core.codec import Codec, Receiver, Sender
 from shoal.core.errors import ShoalError
 from shoal.services.averager import ACTIVE, Averager
@@ -56,8 +57,8 @@ def test_merges_follow_the_rule() -> None:
         delta = change(random)
         raw[name] = steps / (1 + version - held[name])
         merged[name] = version + 1
-        active = [other for other in raw if merged[other] >= version - ACTIVE * 3]
-        weights = weights + raw[name] / sum(raw[other] for other in active) * delta["w"]
+        active = [other for other in "abc" if merged[other] >= version - ACTIVE * 3]
+        weights = weights + raw[name] / sum(raw.get(other, raw[name]) for other in active) * delta["w"]
         held[name] = version + 1
         groups[name].send(delta, steps)
         np.testing.assert_allclose(averager.newest()["w"], weights, rtol=1e-4, atol=1e-5)
@@ -122,6 +123,86 @@ def test_quantised_changes_add_up_over_time() -> None:
         total += delta["w"]
         group.send(delta, 10)
     np.testing.assert_allclose(averager.newest()["w"], 1 + total, atol=0.01)  # what is lost comes with the next
+
+
+def test_groups_that_have_not_merged_yet_count_in_the_share() -> None:
+    averager = Averager(start(), Codec())
+    first, second = Group(averager, "a", Codec()), Group(averager, "b", Codec())
+    first.send(change(np.random.default_rng(0)), 100)
+    assert averager.status()["metrics"]["share"] == 0.5
+    second.send(change(np.random.default_rng(1)), 100)  # one merge behind: half the weight of the first
+    assert averager.status()["metrics"]["share"] == pytest.approx(50 / 150)
+
+
+class TestMoments:
+    """Running moments are merged as what they are."""
+
+    def start(self) -> dict[str, Any]:
+        return {"w": np.zeros(2, np.float32), "m.count": np.zeros(()), "m.mean": np.zeros(3), "m.var": np.ones(3)}
+
+    @pytest.mark.parametrize("codec", [Codec(), Codec(kind="int8", delta=True)])
+    def test_they_are_those_of_all_samples_of_all_groups(self, codec: Codec) -> None:
+        random = np.random.default_rng(0)
+        averager = Averager(self.start(), codec)
+        groups = [Group(averager, name, codec) for name in "ab"]
+        samples = []
+        for turn in range(10):
+            seen = random.normal(10 * turn, 1 + turn, (random.integers(1, 50), 3))
+            samples.append(seen)
+            group = groups[turn % 2]
+            group.sum = {**group.sum, **dict.fromkeys(("m.count", "m.mean", "m.var"), np.zeros(()))}
+            told = {"m.count": np.array(float(len(seen))), "m.mean": seen.mean(0), "m.var": seen.var(0)}
+            group.send({"w": np.zeros(2, np.float32), **told}, 10)
+        together = np.concatenate(samples)
+        for part, expected in (("count", len(together)), ("mean", together.mean(0)), ("var", together.var(0))):
+            np.testing.assert_allclose(averager.newest()[f"m.{part}"], expected, rtol=1e-9)
+            np.testing.assert_allclose(groups[1].weights[f"m.{part}"], expected, rtol=1e-9)
+
+
+def refused(averager: Averager, group: Group, message: Any, **wrong: Any) -> str:
+    """Send something that makes no sense, and return the reason for which it was refused."""
+    given = {"version": group.receiver.version, "steps": 10, "updates": 1, "metrics": {"loss": 1.0}, **wrong}
+    before = {name: array.copy() for name, array in averager.newest().items()}
+    with called_by("group-7/gradient-1"):
+        args = (given["version"], given["steps"], given["updates"], message, given["metrics"])
+        answer = averager.merge(group.name, group.life, *args)
+    assert {*answer} == {"refused"}
+    for name, array in averager.newest().items():
+        np.testing.assert_array_equal(array, before[name])
+    return str(answer["refused"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"steps": -1}, "steps is -1, and not a whole number from 0 on"),
+        ({"steps": 10.5}, "steps is 10.5"),
+        ({"steps": 10**9}, "1,000,000,000 steps are more than any change could have: 1,000"),
+        ({"updates": -3}, "updates is -3"),
+        ({"version": 5}, "version 5 is still to come: the newest is 0"),
+        ({"version": -1}, "version is -1"),
+        ({"metrics": {"loss": float("nan")}}, "metric loss is nan"),
+    ],
+)
+def test_counts_that_cannot_be_are_refused(wrong: dict[str, Any], reason: str) -> None:
+    averager = Averager({"w": np.zeros(2, np.float32)}, Codec(), most=1_000)
+    group = Group(averager, "a", Codec())
+    assert reason in refused(averager, group, told(1.0), **wrong)
+    (line,) = averager.status()["refused"]
+    assert line.startswith("refused a change of group-7/gradient-1: ")
+
+
+@pytest.mark.parametrize(
+    ("total", "reason"), [(np.nan, "w holds nan"), (np.inf, "w holds inf"), (1e30, "w changed by")]
+)
+def test_changes_that_are_no_numbers_are_refused_and_the_group_may_begin_again(total: float, reason: str) -> None:
+    averager = Averager({"w": np.zeros(2, np.float32)}, Codec())
+    group, other = Group(averager, "a", Codec()), Group(averager, "b", Codec())
+    assert reason in refused(averager, group, told(total))
+    other.send({"w": np.ones(2, np.float32)}, 10)
+    Group(averager, "a", Codec()).send({"w": np.ones(2, np.float32)}, 10)
+    assert np.isfinite(averager.newest()["w"]).all()
+    assert averager.status()["version"] == 2
 
 
 def test_strangers_are_refused_and_everyone_hears_of_the_end() -> None:

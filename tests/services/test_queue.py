@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
+import random
+import time
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.core.caller import called_by
+from shoal.core.errors import ShoalError
 from shoal.core.tree import leaves, map_tree
 from shoal.core.types import Store
-from shoal.services.queue import Queue
+from shoal.services.queue import LATE, Queue
 
 
 def items(*names: int, version: int = 0, length: int = 3):
@@ -80,7 +83,7 @@ def test_not_enough_yet():
     assert queue.get(1) is None
     queue.put(items(1, 2))
     assert queue.get(3) is None
-    assert queue.status() == {"filled": 2, "capacity": 4, "dropped": 0}
+    assert (queue.status()["filled"], queue.status()["capacity"]) == (2, 4)
     assert names(queue.get(2)) == [1, 2]
 
 
@@ -130,27 +133,144 @@ def test_items_of_another_shape_are_an_error_and_take_no_place(wrong):
     assert names(queue.get(4)) == [1, 2, 4, 5]
 
 
-def test_stale_items_are_dropped_and_counted():
-    queue = Queue(6)
+def test_the_oldest_policy_comes_first_and_nothing_is_dropped():
+    queue = Queue(8)
     queue.put(items(1, 2, version=1))
     queue.put(items(3, 4, version=2))
-    queue.put(items(5, version=1))
-    queue.put(items(6, version=3))
-    assert queue.get(4, oldest=2) is None
-    assert queue.status() == {"filled": 3, "capacity": 6, "dropped": 3}
-    assert queue.put(items(7, 8, 9, version=3))
-    batch = queue.get(5, oldest=2)
-    assert names(batch) == [3, 4, 6, 7, 8]
-    assert batch["version"].tolist() == [2, 2, 3, 3, 3]
-    assert queue.status()["dropped"] == 3
+    queue.put(items(5, version=1))  # of a slow actor
+    batch = queue.get(4, version=9)
+    assert names(batch) == [1, 2, 5, 3]
+    assert batch["version"].tolist() == [1, 1, 1, 2]
+    queue.put(items(6, version=1))
+    assert names(queue.get(2, version=10)) == [6, 4]
 
 
-def test_a_queue_full_of_stale_items_makes_room():
-    queue = Queue(2)
-    queue.put(items(1, 2, version=0))
-    assert queue.get(2, oldest=1) is None
-    assert queue.put(items(3, 4, version=1))
-    assert names(queue.get(2, oldest=1)) == [3, 4]
+def test_ages_of_weights_and_of_data_are_told_apart():
+    queue = Queue(4)
+    assert queue.get(1, version=5) is None
+    queue.put(items(1, version=3))  # acted on by weights two versions behind
+    queue.put(items(2, version=5))
+    assert queue.get(3, version=5) is None
+    batch = queue.get(2, version=9)
+    assert (9 - batch["version"]).tolist() == [6, 4]  # the lag is their sum
+    status = queue.status()
+    assert (status["age_of_weights"], status["age_of_data"]) == (1.0, 4.0)
+
+
+class TestAdmission:
+    """Who may begin: so that nothing is older than allowed when it is learned from, and nobody is left out."""
+
+    def test_where_any_age_will_do_everyone_may(self):
+        queue = Queue(4, 2)
+        assert all(queue.admit(actor, 0, 2) for actor in range(100))
+
+    def test_without_lag_each_version_gets_one_batch(self):
+        queue = Queue(8, batch=4, max_lag=0)
+        assert queue.get(4, version=0) is None
+        assert queue.admit(0, 0, 2)
+        assert queue.admit(1, 0, 2)
+        assert not queue.admit(2, 0, 2)  # its items would be for the next version
+        for actor in (0, 1):
+            assert queue.put(items(actor, actor + 10, version=0), None, actor)
+            assert not queue.admit(actor, 0, 2)
+        assert queue.get(4, version=0) is not None
+        assert not queue.admit(0, 0, 2)  # weights that are being changed
+        assert queue.admit(2, 1, 2)
+
+    def test_an_actor_that_brings_less_is_let_in_again(self):
+        """Sequences that stop with their episodes come one by one."""
+        queue = Queue(8, batch=4, max_lag=0)
+        queue.get(4, version=0)
+        for name in range(4):
+            assert queue.admit(0, 0, 4)
+            assert queue.put(items(name, version=0), None, 0)
+        assert not queue.admit(0, 0, 4)
+        assert names(queue.get(4, version=0)) == [0, 1, 2, 3]
+
+    def test_an_actor_that_died_is_not_waited_for_in_its_next_life(self):
+        queue = Queue(4, batch=2, max_lag=0)
+        queue.get(2, version=0)
+        assert queue.admit(0, 0, 2)
+        assert queue.admit(0, 0, 2)  # it begins again
+
+    def test_what_was_announced_long_ago_is_not_waited_for(self, monkeypatch):
+        queue, exact = Queue(4, 2, 0), Queue(4, 2, 0, exact=True)
+        now = time.monotonic()
+        for one in (queue, exact):
+            assert one.admit(0, 0, 2)
+            assert not one.admit(1, 0, 2)
+        monkeypatch.setattr(time, "monotonic", lambda: now + LATE + 1)
+        assert queue.admit(1, 0, 2)
+        assert not exact.admit(1, 0, 2)  # in lockstep no clock decides
+
+    @pytest.mark.parametrize("seed", range(100))
+    def test_whoever_is_slow_nothing_is_older_than_allowed_and_the_run_goes_on(self, seed):
+        dice = random.Random(seed)
+        envs, actors, lag = dice.randint(1, 4), dice.randint(1, 4), dice.randint(0, 3)
+        batch = envs * dice.randint(1, actors)
+        queue, version, learned = Queue(2 * batch + envs * actors, batch, lag), 0, 0
+        working: dict[int, int] = {}  # actor → version it acts by
+        held = dict.fromkeys(range(actors), 0)
+        for _ in range(200):
+            moves = [("learn", 0)] if len(queue.filled) >= batch else []
+            moves += [("put", actor) for actor in working]
+            moves += [("begin", actor) for actor in range(actors) if actor not in working]
+            what, actor = dice.choice(moves)
+            if what == "learn":
+                if (got := queue.get(batch, version)) is None:
+                    assert working  # it waits for one of them
+                    continue
+                assert (version - got["version"]).max() <= lag
+                version, learned = version + 1, learned + 1
+            elif what == "put":
+                assert queue.put(items(*range(envs), version=working.pop(actor)), None, actor)
+            else:
+                queue.get(10**6, version)  # the learner looks
+                if queue.admit(actor, held[actor], envs):
+                    working[actor] = held[actor]
+                else:
+                    held[actor] = version
+                    if not working and len(queue.filled) < batch:
+                        assert queue.admit(actor, version, envs)  # else all would wait for each other
+                        working[actor] = version
+        assert learned > 3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"reward": np.full((3, 1), np.nan, np.float32)}, "reward holds nan"),
+        ({"observation": {"vector": np.full((4, 1, 2), np.inf, np.float32)}}, "observation.vector holds inf"),
+        ({"record": {"core": np.full((1, 1), np.nan)}}, "record.core holds nan"),
+        ({"version": np.array([-1])}, "version -1 is negative"),
+        ({"version": np.array([0.5])}, "versions are no list of whole numbers"),
+        ({"action": np.full((3, 1), 7)}, "an action lies outside 0 to 3"),
+        ({"action": np.full((3, 1), 0.5)}, "actions are float64, and not one of 4 choices"),
+    ],
+)
+def test_experience_that_makes_no_sense_is_refused_counted_and_its_sender_named(wrong, reason):
+    queue = Queue(4, choices=4)
+    assert queue.put(items(1))
+    with called_by("actor-7"):
+        for _ in range(12):
+            assert queue.put({**items(2), **wrong})  # it goes on; this is not worth another try
+    assert queue.status()["refused"] == 12
+    first, tenth = queue.refused()
+    assert first.startswith("refused experience of actor-7: ")
+    assert reason in first
+    assert tenth.endswith("(10 refused so far)")
+    assert queue.refused() == []
+    assert queue.put(items(3))
+    assert names(queue.get(2)) == [1, 3]
+
+
+def test_where_nothing_good_comes_the_sender_is_told():
+    """Else everyone would wait for ever for a batch that cannot come."""
+    queue = Queue(4)
+    bad = {**items(1), "reward": np.full((3, 1), np.nan, np.float32)}
+    assert all(queue.put(bad) for _ in range(99))
+    with pytest.raises(ShoalError, match="nothing good came between them"):
+        queue.put(bad)
 
 
 def test_items_are_copied_on_the_way_in_and_out():
@@ -190,24 +310,23 @@ def test_it_is_a_store_that_ignores_priorities():
 @given(st.data())
 def test_any_run_of_calls_agrees_with_a_plain_list(data):
     capacity = data.draw(st.integers(1, 6))
-    queue, model, dropped, version = Queue(capacity), deque(), 0, 0
+    queue, model, version = Queue(capacity), [], 0
     for name in range(0, 300, 10):
         version += data.draw(st.integers(0, 1))
         if data.draw(st.booleans()):
+            acted = max(version - data.draw(st.integers(0, 2)), 0)
             new = [name + i for i in range(data.draw(st.integers(1, capacity)))]
             fits = len(model) + len(new) <= capacity
-            assert queue.put(items(*new, version=version)) == fits
-            model.extend((each, version) for each in new if fits)
+            assert queue.put(items(*new, version=acted)) == fits
+            model.extend((acted, each) for each in new if fits)
         else:
-            size, oldest = data.draw(st.integers(1, capacity)), version - data.draw(st.integers(0, 2))
-            enough = len(model) >= size
-            if enough:
-                fresh = deque(pair for pair in model if pair[1] >= oldest)
-                dropped += len(model) - len(fresh)
-                model, enough = fresh, len(fresh) >= size
-            expected = [model.popleft()[0] for _ in range(size)] if enough else None
-            assert names(queue.get(size, oldest)) == expected
-        assert queue.status() == {"filled": len(model), "capacity": capacity, "dropped": dropped}
+            size = data.draw(st.integers(1, capacity))
+            expected = None
+            if len(model) >= size:
+                model.sort(key=lambda pair: pair[0])
+                expected, model = [each for _, each in model[:size]], model[size:]
+            assert names(queue.get(size, version)) == expected
+        assert queue.status()["filled"] == len(model)
 
 
 def test_a_cleared_queue_is_as_at_the_beginning():

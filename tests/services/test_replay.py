@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.core.caller import called_by
 from shoal.core.errors import Fatal
 from shoal.core.replaying import Replaying
 from shoal.core.types import Store
@@ -97,7 +98,8 @@ def test_draws_are_stratified() -> None:
 
 def test_it_is_a_store() -> None:
     store: Store = replay()
-    assert store.status() == {"filled": 0, "capacity": 10, "inserted": 0, "drawn": 0, "steps": 0}
+    counts = {"filled": 0, "capacity": 10, "inserted": 0, "drawn": 0, "steps": 0, "refused": 0}
+    assert store.status() == {**counts, "age_of_weights": 0.0, "age_of_data": 0.0}
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
@@ -348,3 +350,28 @@ def test_an_empty_one_has_nothing_to_keep_and_another_size_is_refused() -> None:
     store.put(items([1]))
     with pytest.raises(Fatal, match=r"holds 10 items; replay\.capacity is 11"):
         replay(11).restore(store.settle())
+
+
+@pytest.mark.parametrize("wrong", [[1.0, np.nan], [np.inf, 1.0], [1e30, 1.0], [1.0]])
+def test_priorities_that_make_no_sense_are_refused_counted_and_their_sender_named(wrong: list[float]) -> None:
+    store = replay()
+    store.put(items([1, 2, 3]), np.ones(3))
+    with called_by("actor-3"):
+        assert store.put(items([4, 5]), np.array(wrong))
+        store.update(np.array([0, 1]), np.array(wrong))
+    assert store.status()["refused"] == 2
+    assert store.refused()[0].startswith("refused experience of actor-3: ")
+    assert store.status()["filled"] == 3
+    drawn = {int(name) for _ in range(50) for name in names(store.get(4))}
+    assert drawn == {1, 2, 3}  # all of them, and not key 0 only
+
+
+def test_ages_of_weights_and_of_data_are_told_apart_and_survive_a_snapshot() -> None:
+    store = replay()
+    store.get(1, version=4)
+    store.put(items([1], version=1))
+    again = replay()
+    again.restore({key: np.array(value) for key, value in store.settle().items()})
+    for one in (store, again):
+        one.get(1, version=10)
+        assert (one.status()["age_of_weights"], one.status()["age_of_data"]) == (3.0, 6.0)
