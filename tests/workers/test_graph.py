@@ -102,3 +102,23 @@ class Quiet:
 
     def went_back(self, steps: int) -> None:
         """Take nothing."""
+
+
+@pytest.mark.parametrize("algorithm", [Dqn(**FALLING), Dqn(**FALLING | NORMALISED)])
+@pytest.mark.parametrize("when", [0, 1, WARM, 10])
+def test_an_update_that_makes_no_sense_is_taken_back(algorithm: Any, when: int) -> None:
+    torch.manual_seed(0)
+    given = batches(20)
+    spoiled = given[when]._replace(reward=given[when].reward * float("nan"))
+    one = Model(algorithm, SPEC, torch.device("cuda"))
+    other = Model(algorithm, SPEC, torch.device("cuda"))
+    other.net.load_state_dict(one.net.state_dict())
+    other.target.load_state_dict(one.target.state_dict())
+    for index, batch in enumerate(given):
+        if index == when:
+            priority, count, metrics = one.update(algorithm, spoiled, index)
+            assert (priority, count, metrics) == (None, 0, {"skipped": 1.0})
+        for model in (one, other):
+            model.update(algorithm, batch, index)
+    for ours, theirs in zip(one.net.state_dict().values(), other.net.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
