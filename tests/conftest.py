@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve the others of a busy machine
 
 import hypothesis
-import psutil
 import pytest
 import torch
 
@@ -26,14 +27,23 @@ from shoal import topology
 from shoal.engines.links.terms import Terms
 from shoal.engines.node import Node, listen
 from shoal.runs import plots
-from tests.engines.simulated import LOOPBACK, Simulated, simulated
+from tests import leftovers
+from tests.engines.simulated import Simulated, simulated
+from tests.pace import seconds
 
+leftovers.listen_to_signals()
+leftovers.mark()
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)  # the same examples every time
 hypothesis.settings.load_profile("suite")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # behaviour is the same everywhere; a few tests want a GPU
 
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # not the one in a user's home
+
+ROOT = Path(__file__).parents[1]
+SHOAL = [sys.executable, "-c", "from shoal.cli import main; main()"]
+LIMIT = 120.0  # seconds for a test on a usual machine
+GRACE = 10.0  # seconds in which what is ending may end
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -46,6 +56,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 
+@pytest.hookimpl(hookwrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Give each test the time that this machine needs for it now."""
+    (limit,) = (item.get_closest_marker("timeout") or pytest.mark.timeout(LIMIT).mark).args
+    item.add_marker(pytest.mark.timeout(seconds(limit)), append=False)
+    yield
+
+
+@pytest.hookimpl(hookwrapper=True, tryfirst=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Limit the cleaning up after a test that failed: its own limit has ended with it."""
+    limit = seconds(LIMIT)
+    if signal.getitimer(signal.ITIMER_REAL)[0] == 0:
+        signal.signal(signal.SIGALRM, lambda *_: pytest.fail("the cleaning up takes too long"))
+        signal.setitimer(signal.ITIMER_REAL, limit, limit)  # each of the fixtures may hang
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Show the tables that tests made, from whichever process they ran in."""
     for report in terminalreporter.getreports("passed"):
@@ -54,77 +83,40 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
                 terminalreporter.write_line(f"\n{text}")
 
 
+@contextmanager
+def alone(what: str) -> Iterator[None]:
+    """Have something once on this machine, whoever runs tests there; the wait does not count as a test's time."""
+    with Path(tempfile.gettempdir(), f"shoal-tests-{os.getuid()}-{what}.lock").open("w") as file:
+        left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        signal.setitimer(signal.ITIMER_REAL, left)
+        yield
+
+
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[Simulated]:
+def only_ray() -> Iterator[None]:
+    """Be the only one on this machine whose tests have a Ray cluster."""
+    with alone("ray"):
+        yield
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(only_ray: None) -> Iterator[Simulated]:
     """Two simulated nodes of Ray, which take seconds to start, for all tests that want them."""
-    with simulated(4, 4) as cluster:
+    with simulated(4, 4, environment=leftovers.unmarked()) as cluster:
         yield cluster
-
-
-def open_sockets() -> set[str]:
-    """What this process's descriptors of sockets and shared memory point to."""
-    found = set()
-    connections = psutil.Process().net_connections("tcp") if KEPT else []
-    kept = {one.fd for one in connections for end in (one.laddr, one.raddr) if end and end.port in KEPT}
-    kept |= connections_of_ray()
-    for descriptor in os.listdir("/proc/self/fd"):
-        if int(descriptor) in kept:
-            continue
-        try:
-            target = os.readlink(f"/proc/self/fd/{descriptor}")
-        except OSError:
-            continue
-        if target.startswith(("socket:", "/memfd:shoal")):
-            found.add(target)
-    return found
-
-
-KEPT: set[int] = set()  # processes, and ports of torch's store, that are there for all tests
-
-
-def children(process: psutil.Process | None = None) -> list[str]:
-    """The processes that this one has started, and theirs, but for those that are kept."""
-    found = []
-    for child in (process or psutil.Process()).children():
-        if child.pid not in KEPT:
-            with suppress(psutil.NoSuchProcess):
-                found += [f"process {child.pid} {child.name()}", *children(child)]
-    return found
-
-
-def connections_of_ray() -> set[int]:
-    """Descriptors that Ray's library keeps once it has met a cluster: open to the shared one, or closed by another."""
-    if "ray" not in sys.modules:
-        return set()
-    known = {one.fd: one.raddr for one in psutil.Process().net_connections("all")}
-    kept = {fd for fd, peer in known.items() if getattr(peer, "ip", "").endswith(LOOPBACK)}
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:") and int(name) not in known:
-                kept.add(int(name))
-    assert len(kept) < 10  # a handful, however often an engine came and went
-    return kept
-
-
-def left_over(before: tuple[set[int], set[str], set[str]]) -> list[str]:
-    """Threads, processes, sockets and shared memory that were not there before."""
-    threads, sockets, blocks = before
-    new = [f"thread {thread.name}" for thread in threading.enumerate() if thread.ident not in threads]
-    new += children()
-    new += [f"socket {name}" for name in open_sockets() - sockets]
-    new += [f"shared memory {name}" for name in set(os.listdir("/dev/shm")) - blocks]
-    return new
 
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """Fail a test that leaves something running or open."""
-    before = {thread.ident or 0 for thread in threading.enumerate()}, open_sockets(), set(os.listdir("/dev/shm"))
+    """Fail a test that leaves something running or open, and end what it left."""
+    before = leftovers.Before()
     yield
-    limit = time.monotonic() + 10
-    while (new := left_over(before)) and time.monotonic() < limit:
+    limit = time.monotonic() + seconds(GRACE)
+    while (new := before.left()) and time.monotonic() < limit:
         time.sleep(0.02)  # what is ending may take a moment; the limit is what counts
         gc.collect()  # memory that is mapped goes with the last array in it
+    before.clear()
     assert not new, f"left behind: {new}"
 
 
@@ -145,47 +137,46 @@ def counted_node() -> Iterator[str]:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     words = ["node", "--link", "torchrpc", "--join", address, "--rank", "1", "--world", "2", "--slots", "2"]
     process = subprocess.Popen(
-        [sys.executable, "-c", "from shoal.cli import main; main()", *words, "--allow", "tests"],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        [*SHOAL, *words, "--allow", "tests"],
+        env={**leftovers.unmarked(), "PYTHONPATH": str(ROOT)},
         stderr=subprocess.DEVNULL,
     )
-    KEPT.update({process.pid, int(address.rpartition(":")[2])})
+    leftovers.KEPT.update({process.pid, int(address.rpartition(":")[2])})
     yield address
     process.kill()
     process.wait()
 
 
 @pytest.fixture
-def command(tmp_path: Path) -> Iterator[Any]:
-    """Start `shoal` as a user does, in an empty folder; whatever is left is ended."""
-    started: list[subprocess.Popen[str]] = []
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "COLUMNS": "120"}
+def start() -> Iterator[Callable[..., subprocess.Popen[Any]]]:
+    """Start a program that is ended in any case; what it leaves behind itself is the test's fault."""
+    started: list[subprocess.Popen[Any]] = []
 
-    def start(*words: object) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", "from shoal.cli import main; main()", *map(str, words)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-            cwd=tmp_path,
-        )
-        started.append(process)
-        return process
+    def begin(words: list[object], **options: Any) -> subprocess.Popen[Any]:
+        started.append(subprocess.Popen([*map(str, words)], **options))
+        return started[-1]
 
-    yield start
+    yield begin
     for process in started:
         process.kill()
         process.wait()
-        for stream in (process.stdout, process.stderr):
-            assert stream is not None
-            stream.close()
+        for stream in (process.stdin, process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+@pytest.fixture
+def command(start: Any, tmp_path: Path) -> Any:
+    """Start `shoal` as a user does, in an empty folder."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return lambda *words: start([*SHOAL, *words], env=environment, cwd=tmp_path, **pipes)
 
 
 @pytest.fixture
 def hosted(request: pytest.FixtureRequest) -> Iterator[Callable[..., dict[str, Any]]]:
     """The settings that choose an engine and a link; for `cluster`, nodes wait on this machine."""
-    nodes: list[Any] = []
+    nodes = ExitStack()
     addresses: dict[str, list[str]] = {}
 
     def choose(name: str, machines: int = 1) -> dict[str, Any]:
@@ -200,12 +191,12 @@ def hosted(request: pytest.FixtureRequest) -> Iterator[Callable[..., dict[str, A
         link = link or "websocket"
         known = addresses.setdefault(link, [])
         while len(known) < machines:
-            nodes.append(Node(1, ("shoal", "tests"), topology.MODULES))
-            gate = listen(nodes[-1], "127.0.0.1:0", Terms("node", link=link))
-            nodes.append(gate)
+            node = Node(1, ("shoal", "tests"), topology.MODULES)
+            nodes.callback(node.close)
+            gate = listen(node, "127.0.0.1:0", Terms("node", link=link))
+            nodes.callback(gate.close)
             known.append(gate.address)
         return {"engine": engine, "nodes": known, "network": {"link": link}}
 
-    yield choose
-    for one in nodes:
-        one.close()
+    with nodes:
+        yield choose

@@ -18,8 +18,9 @@ import psutil
 import pytest
 
 from shoal.engines.links.certificates import initialise, issue
+from tests import pace
 
-pytestmark = [pytest.mark.xdist_group("machines"), pytest.mark.timeout(400)]  # for a machine that is busy otherwise
+pytestmark = [pytest.mark.xdist_group("machines"), pytest.mark.timeout(400)]
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
 PORT = 7700
@@ -75,7 +76,7 @@ def clear(space: str) -> None:
 
 def until(true: Callable[[], object], seconds: float, what: str) -> None:
     """Look again and again, until something is so."""
-    limit = time.monotonic() + seconds
+    limit = time.monotonic() + pace.seconds(seconds)
     while not true():
         assert time.monotonic() < limit, what
         time.sleep(0.05)
@@ -109,15 +110,13 @@ class Machine:
         """Run a command there."""
         with self.log.open("ab") as log:
             shoal = [sys.executable, "-c", "from shoal.cli import main; main()"]
-            process = subprocess.Popen(
-                ["ip", "netns", "exec", self.space, *shoal, *map(str, words)],
+            return self.net.start(
+                ["ip", "netns", "exec", self.space, *shoal, *words],
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120"},
                 cwd=self.net.folder,
             )
-        self.net.started.append(process)
-        return process
 
     def forget(self) -> None:
         """Empty its log."""
@@ -135,11 +134,10 @@ class Machine:
 class Net:
     """A head and three machines on one switch, that trust each other."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, start: Callable[..., subprocess.Popen[bytes]]) -> None:
         """Begin with nothing."""
-        self.folder, self.switch = folder, f"shoal-{os.getpid()}"
+        self.folder, self.start, self.switch = folder, start, f"shoal-{os.getpid()}"
         self.spaces: list[str] = []
-        self.started: list[subprocess.Popen[bytes]] = []
         self.run = folder / "run"
 
     def build(self) -> None:
@@ -182,7 +180,7 @@ class Net:
 
     def solved(self, head: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
         """Wait for the end of a run that must have reached its target; returns the summary."""
-        head.wait(seconds)
+        head.wait(pace.seconds(seconds))
         assert head.returncode == 0, self.head.log.read_text()
         summary: dict[str, Any] = json.loads((self.run / "summary.json").read_text())
         assert summary["solved"]
@@ -193,7 +191,7 @@ class Net:
         for node in nodes:
             node.terminate()
         for node in nodes:
-            node.wait(20)
+            node.wait(pace.seconds(20))
         for machine in (self.head, *self.nodes):
             assert not machine.processes(), f"left on {machine.name}: {machine.processes()}"
 
@@ -201,18 +199,15 @@ class Net:
         """Take everything down."""
         for space in self.spaces:
             clear(space)
-        for process in self.started:
-            process.kill()
-            process.wait()
 
 
 @pytest.fixture
-def net(tmp_path: Path) -> Iterator[Net]:
+def net(start: Any, tmp_path: Path) -> Iterator[Net]:
     """A head and three machines, which are gone afterwards."""
     if reason := why_not():
         pytest.skip(f"no network namespaces here: {reason}")
     sweep()
-    made = Net(tmp_path)
+    made = Net(tmp_path, start)
     try:
         made.build()
         yield made
@@ -239,7 +234,7 @@ def break_things(net: Net, head: subprocess.Popen[bytes], node: subprocess.Popen
     node.kill()
     second.plug("down")
     restored = time.monotonic() + DOWN
-    assert not psutil.wait_procs(family, timeout=10)[1]
+    assert not psutil.wait_procs(family, timeout=pace.seconds(10))[1]
     assert not first.processes()
     until(lambda: net.head.says(f"{second.address}:{PORT} is away"), 10, "the head does not notice a cut link")
     until(lambda: third.says("holds", 2), 20, "nobody takes over")
@@ -291,7 +286,7 @@ def test_nodes_join_and_leave_while_a_run_goes_on(net: Net) -> None:
     until(lambda: second.says("holds actor-1"), 60, "a node that joined later has no work")
     until(lambda: first.says("holds actor-0\n"), 10, "the first node keeps what another has taken over")
     nodes[0].terminate()
-    nodes[0].wait(20)
+    nodes[0].wait(pace.seconds(20))
     assert nodes[0].returncode == 0, first.log.read_text()
     assert not first.processes()
     until(lambda: second.says("holds actor-0, actor-1"), 20, "nobody takes over from a node that left")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import signal
@@ -18,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import shoal
 from shoal.core.errors import SettingsError, ShoalError
 from shoal.runs import checkpoint, directory, metrics
+from tests.pace import seconds
 from tests.programs import QUICK, outcome, small
 
 ROOT = Path(__file__).parents[1]
@@ -231,8 +233,8 @@ def in_namespace(script: str, *words: object) -> subprocess.CompletedProcess[str
         ["unshare", "-rm", "bash", "-c", script, "shell", *map(str, words)],
         capture_output=True,
         text=True,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin:/usr/sbin:/sbin"},
-        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin:/usr/sbin:/sbin"},
+        timeout=seconds(100),
     )
     assert done.returncode == 0, done.stderr
     return done

@@ -33,7 +33,7 @@ class Simulated:
 
 
 @contextmanager
-def simulated(*cpus: int) -> Iterator[Simulated]:
+def simulated(*cpus: int, environment: dict[str, str] | None = None) -> Iterator[Simulated]:
     """A cluster with a node for each number of CPUs."""
     launcher = subprocess.Popen(
         [sys.executable, __file__, *map(str, cpus)],
@@ -41,6 +41,7 @@ def simulated(*cpus: int) -> Iterator[Simulated]:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
+        env=environment,
     )
     assert launcher.stdin is not None
     assert launcher.stdout is not None

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from shoal.engines.options import Machines, Network, Room
 from shoal.services.parameters import Parameters
 from shoal.services.queue import Queue
 from tests.engines import programs
+from tests.pace import seconds
 
 # Every engine, and `cluster` by every link.
 EVERY = pytest.mark.parametrize("name", [*ENGINES, *(f"cluster/{link}" for link in LINKS if link != "websocket")])
@@ -32,8 +34,7 @@ OWN_PROCESSES = pytest.mark.parametrize("name", ["processes", "ray"])
 @pytest.fixture
 def build(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Make engines that are closed whatever happens."""
-    made: list[Any] = []
-    machines: list[Any] = []
+    open_ones = ExitStack()
 
     def build(name: str, **options: Any) -> Any:
         name, _, link = name.partition("/")
@@ -44,16 +45,17 @@ def build(request: pytest.FixtureRequest) -> Iterator[Any]:
             link = link or "websocket"
             node = Node(2, ("shoal", "tests"))
             gate = listen(node, "127.0.0.1:0", Terms("node", link=link))
-            machines.extend([gate, node])
+            open_ones.callback(node.close)
+            open_ones.callback(gate.close)
             options["machines"] = Machines(nodes=(gate.address,), network=Network(link=link))
         if name == "ray":
             options["room"] = Room(address=request.getfixturevalue("ray_cluster").address)
-        made.append(make(name, Options(**{"stall": 20.0, "deadline": 20.0, **options})))
-        return made[-1]
+        engine = make(name, Options(**{"stall": seconds(20.0), "deadline": seconds(20.0), **options}))
+        open_ones.callback(engine.close)
+        return engine
 
-    yield build
-    for one in [*made, *machines]:
-        one.close()
+    with open_ones:
+        yield build
 
 
 @EVERY
@@ -410,21 +412,19 @@ engine.wait("one")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_nothing_survives_the_head(number: int, tmp_path: Path) -> None:
+def test_nothing_survives_the_head(start: Any, number: int, tmp_path: Path) -> None:
     root = str(Path(__file__).parents[2])
-    head = subprocess.Popen(
+    head = start(
         [sys.executable, "-c", HEAD.format(root=root)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env={**os.environ, "TMPDIR": str(tmp_path)},
     )
-    assert head.stdout is not None
-    with head.stdout:
-        assert head.stdout.readline() == b"ready\n"
-        family = psutil.Process(head.pid).children(recursive=True)
-        assert len(family) == 3  # two workers and the nursery
-        head.send_signal(number)
-        head.wait()
-    _, alive = psutil.wait_procs(family, timeout=10)
+    assert head.stdout.readline() == b"ready\n"
+    family = psutil.Process(head.pid).children(recursive=True)
+    assert len(family) == 3  # two workers and the nursery
+    head.send_signal(number)
+    head.wait()
+    _, alive = psutil.wait_procs(family, timeout=seconds(10))
     assert not alive
     assert not list(tmp_path.iterdir())
