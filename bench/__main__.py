@@ -30,13 +30,15 @@ console = Console(width=None if os.isatty(1) else 160)
 
 def train_all(configs: list[str], options: argparse.Namespace) -> Tables:
     """Ours and the peers' in turn, as often as there are rounds; a row is the round of the median rate."""
-    bounds = {config: limits(config, min(options.seconds, 5.0)) for config in configs}
+    small = options.smallest
+    window = min(options.seconds, 5.0)
+    bounds = {config: limits(config, window, training.changes(config, small)) for config in configs}
     rivals = [(config, *peer) for config in configs for peer in peers.TRAINING.get(config, ())]
     rivals = rivals if options.peers else []
     found: Tables = {name: [] for name in (*configs, *(rival[1] for rival in rivals))}
     for _ in range(options.rounds):
         for config in configs:
-            found[config].append(training.measure(config, options.seconds))
+            found[config].append(training.measure(config, options.seconds, small))
         for _, name, virtual, words in rivals:
             found[name].append(peers.train(options.peers, virtual, words, options.seconds))
     tables: Tables = {"training": [], "limits": [], "workers": [], "peers": []}
@@ -65,8 +67,9 @@ def _middle(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 def solve_all(options: argparse.Namespace) -> Tables:
     """Each seed by everyone in turn."""
     rows: list[dict[str, Any]] = []
-    for seed in (0, 1, 2):
-        rows += [training.solve(config, seed) for config in ("ppo_cartpole", "impala_cartpole")]
+    seeds, changes = ((0,), ("steps=1000",)) if options.smallest else ((0, 1, 2), ())
+    for seed in seeds:
+        rows += [training.solve(config, seed, *changes) for config in ("ppo_cartpole", "impala_cartpole")]
         rows += [peers.solve(options.peers, seed)] if options.peers else []
     names = dict.fromkeys(row["who"] for row in rows)
     middle = {name: median(row["seconds"] for row in rows if row["who"] == name) for name in names}
@@ -83,7 +86,9 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace], Tables]] = {
     "calls": lambda options: calls(options.seconds),
     "links": lambda options: links(options.seconds),
     "actors": lambda options: actors(options.seconds),
-    "replay": lambda options: {"replay": replay.measure_all(min(options.seconds, 3.0), options.peers)},
+    "replay": lambda options: {
+        "replay": replay.measure_all(min(options.seconds, 3.0), options.peers, options.smallest)
+    },
 }
 
 
@@ -122,6 +127,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="length of each measured window")
     parser.add_argument("--rounds", type=int, default=1, help="how often training is measured, peers in turn")
     parser.add_argument("--peers", type=Path, help="folder of peers' drivers and environments sb3 and sf")
+    parser.add_argument(
+        "--smallest", action="store_true", help="as little as shows that all runs; its figures say nothing"
+    )
     parser.add_argument("--json", type=Path, help="file for the JSON document")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended too

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 
-def limits(config: str, seconds: float) -> dict[str, Any]:
+def limits(config: str, seconds: float, changes: dict[str, Any]) -> dict[str, Any]:
     """Rates of the bare environment on one core and on all, core-time per step, and the rate it allows."""
     cores = sorted(os.sched_getaffinity(0))
-    (alone,), together = _on_cores(config, seconds, cores[:1]), _on_cores(config, seconds, cores)
+    (alone,), together = (_on_cores(config, seconds, changes, some) for some in (cores[:1], cores))
     parts = ("environment", "acting", "learning")
     environment, acting, learning = (1e6 * float(np.mean([one[part] for one in together])) for part in parts)
     return {
@@ -32,10 +32,10 @@ def limits(config: str, seconds: float) -> dict[str, Any]:
     }
 
 
-def _on_cores(config: str, seconds: float, cores: list[int]) -> list[dict[str, float]]:
+def _on_cores(config: str, seconds: float, changes: dict[str, Any], cores: list[int]) -> list[dict[str, float]]:
     context = multiprocessing.get_context("spawn")
     answers, barrier = context.SimpleQueue(), context.Barrier(len(cores))
-    shared = (config, seconds, barrier, answers)
+    shared = (config, seconds, changes, barrier, answers)
     processes = [context.Process(target=_measure, args=(*shared, core), daemon=True) for core in cores]
     for process in processes:
         process.start()
@@ -46,14 +46,13 @@ def _on_cores(config: str, seconds: float, cores: list[int]) -> list[dict[str, f
     return [answers.get() for _ in processes]
 
 
-def _measure(config: str, seconds: float, barrier: Any, answers: Any, core: int) -> None:
+def _measure(config: str, seconds: float, changes: dict[str, Any], barrier: Any, answers: Any, core: int) -> None:
     """Seconds of one core per step: of the environments alone, of acting with them, and of learning."""
     os.sched_setaffinity(0, {core})
-    from bench import training
     from shoal import envs
     from shoal.experiment import load
 
-    experiment = load(f"configs/{config}.yaml", {"steps": 10**12, "threads": 1, **training.CHANGES.get(config, {})})
+    experiment = load(f"configs/{config}.yaml", {"steps": 10**12, "threads": 1, **changes})
     worlds = envs.make(experiment.environment, experiment.envs, seed=core)
     actions = np.random.randint(worlds.spec.action.size, size=(1000, worlds.size))
     worlds.reset()
@@ -76,7 +75,7 @@ def _take_turns(experiment: Any, seconds: float) -> dict[str, float]:
 
     engine = Inline(topology.options(experiment))
     with tempfile.TemporaryDirectory() as scratch:
-        journal, _ = topology.actors_and_learner(experiment, engine, Path(scratch), {})
+        journal, _, _ = topology.start(experiment, engine, Path(scratch), {})
         turns = {name: work for name, (work, _) in engine.workers.items() if name not in ("evaluator", "recorder")}
         spent, start, steps = {"acting": 0.0, "learning": 0.0}, 0.0, 0
         while not start or time.perf_counter() - start < seconds or journal.snapshot()["steps"] == steps:

@@ -114,7 +114,7 @@ def grpc_bare(folder: str) -> str:
 
 KEEP: list[Any] = []
 WIDE = [("grpc.max_receive_message_length", 1 << 30), ("grpc.max_send_message_length", 1 << 30)]
-START = {"websocket": websockets_bare, "grpc": grpc_bare, "torchrpc": lambda folder: ""}
+START: dict[str, Any] = {"websocket": websockets_bare, "grpc": grpc_bare, "torchrpc": lambda folder: ""}
 
 
 def stay(session: Session) -> None:

@@ -70,11 +70,11 @@ def rate(work: Callable[[], Any], seconds: float) -> float:
     return calls / spent
 
 
-def measure(kind: str, compress: bool, seconds: float) -> dict[str, Any]:
+def measure(kind: str, compress: bool, seconds: float, size: int) -> dict[str, Any]:
     """Fill our replay, then time it."""
     random = np.random.default_rng(0)
     stream = {"cartpole": cartpole, "atari": atari}[kind](random)
-    settings = Replaying(capacity=SIZES[kind], minimum=1, alpha=0.6, compress=compress)
+    settings = Replaying(capacity=size, minimum=1, alpha=0.6, compress=compress)
     store = Replay(settings, BATCH, stack=4 if kind == "atari" else 1)
     spent = puts = 0.0
     while store.filled < store.capacity:
@@ -84,7 +84,7 @@ def measure(kind: str, compress: bool, seconds: float) -> dict[str, Any]:
         spent += time.perf_counter() - begin
         puts += 1
     priorities = [np.abs(random.standard_normal(BATCH)) + 0.01 for _ in range(17)]
-    keys = [store.get(BATCH)["key"] for _ in range(16)]  # type: ignore[index]
+    keys: list[Any] = [store.get(BATCH)["key"] for _ in range(16)]  # type: ignore[index]
     turn = iter(range(10**9))
 
     def update() -> None:
@@ -92,8 +92,7 @@ def measure(kind: str, compress: bool, seconds: float) -> dict[str, Any]:
         store.update(keys[at % 16], priorities[at % 17])
 
     def cycle() -> None:
-        batch = store.get(BATCH, beta=0.4)
-        assert batch is not None
+        batch: Any = store.get(BATCH, beta=0.4)
         store.update(batch["key"], priorities[next(turn) % 17])
 
     return {
@@ -138,13 +137,14 @@ def peers(folder: Path, kind: str, seconds: float) -> list[dict[str, Any]]:
     return found
 
 
-def measure_all(seconds: float, folder: Path | None) -> list[dict[str, Any]]:
+def measure_all(seconds: float, folder: Path | None, smallest: bool = False) -> list[dict[str, Any]]:
     """Measure ours, and others where they are."""
     rows = []
-    for kind in SIZES:
-        rows.append(measure(kind, False, seconds))
+    for kind, size in SIZES.items():
+        size = 2 * CHUNK if smallest else size
+        rows.append(measure(kind, False, seconds, size))
         if kind == "atari":
-            rows.append(measure(kind, True, seconds))
+            rows.append(measure(kind, True, seconds, size))
         if folder is not None:
             rows += peers(folder, kind, seconds)
     return rows

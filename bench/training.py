@@ -20,6 +20,19 @@ PROGRESS = re.compile(r"%  step ([\d,]+)  ")
 ENDLESS = ("steps=1000000000000", "evaluation.every=1000000000000", "log_every=0.25")
 # Peers begin to learn after so many steps; how full the replay is does not change the rate.
 CHANGES: dict[str, dict[str, Any]] = {"dqn_pong": {"algorithm.replay.minimum": 2_000}}
+# Just enough to see that all of it runs.
+SMALLEST: dict[str, dict[str, Any]] = {
+    "impala_cartpole": {"actors": 1},
+    "impala_pong": {"envs": 1, "algorithm.batch": 2, "algorithm.unroll": 4},
+    "ppo_pong": {"actors": 1, "envs": 1, "algorithm.unroll": 8, "algorithm.epochs": 1, "algorithm.minibatches": 1},
+    "dqn_pong": {"envs": 1, "algorithm.batch": 2, "algorithm.replay.minimum": 8, "algorithm.replay.capacity": 1_000,
+                 "algorithm.replay.chunk": 1},
+}  # fmt: skip
+
+
+def changes(config: str, smallest: bool) -> dict[str, Any]:
+    """What is measured otherwise than the config says."""
+    return (SMALLEST if smallest else CHANGES).get(config, {})
 
 
 def command(config: str, directory: str, *overrides: str) -> list[str]:
@@ -38,15 +51,15 @@ def usage(root: int) -> tuple[dict[str, Any], dict[int, float]]:
     return held | {"processes": len(tree)}, spent
 
 
-def measure(config: str, seconds: float) -> dict[str, Any]:
+def measure(config: str, seconds: float, smallest: bool = False) -> dict[str, Any]:
     """Train for so many seconds after the warm-up, then interrupt; the rate runs from update to update."""
     with tempfile.TemporaryDirectory() as directory:
         launched = time.monotonic()
-        changes = [f"{key}={value}" for key, value in CHANGES.get(config, {}).items()]
-        words = command(config, directory, *ENDLESS, *changes)
+        others = [f"{key}={value}" for key, value in changes(config, smallest).items()]
+        words = command(config, directory, *ENDLESS, *others)
         process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         try:
-            found = _watch(process, launched, seconds)
+            found = _watch(process, launched, 0.0 if smallest else WARMUP, seconds)
             process.send_signal(signal.SIGINT)
             process.communicate(timeout=30)
             workers = json.loads((Path(directory) / "summary.json").read_text())["workers"]
@@ -62,7 +75,7 @@ def measure(config: str, seconds: float) -> dict[str, Any]:
     return found | {"workers": rows}
 
 
-def _watch(process: subprocess.Popen[str], launched: float, seconds: float) -> dict[str, Any]:
+def _watch(process: subprocess.Popen[str], launched: float, warmup: float, seconds: float) -> dict[str, Any]:
     """Read the progress until the window closes."""
     lines: list[str] = []
     steps = begin_steps = 0
@@ -75,7 +88,7 @@ def _watch(process: subprocess.Popen[str], launched: float, seconds: float) -> d
         if not match or (seen := int(match[1].replace(",", ""))) == steps:
             continue
         steps, first = seen, first or now
-        if not before and now - first >= WARMUP:
+        if not before and now - first >= warmup:
             before, begin, begin_steps = usage(process.pid)[1], now, steps
         elif before and (window := now - begin) >= seconds:
             held, after = usage(process.pid)
@@ -86,11 +99,11 @@ def _watch(process: subprocess.Popen[str], launched: float, seconds: float) -> d
     raise RuntimeError("training ended before it was measured:\n" + "".join(lines[-20:]))
 
 
-def solve(config: str, seed: int) -> dict[str, Any]:
+def solve(config: str, seed: int, *overrides: str) -> dict[str, Any]:
     """Seconds from the start of the command to its end, which comes when an evaluation reaches the target."""
     with tempfile.TemporaryDirectory() as directory:
         launched = time.monotonic()
-        subprocess.run(command(config, directory, f"seed={seed}"), capture_output=True)
+        subprocess.run(command(config, directory, f"seed={seed}", *overrides), capture_output=True)
         seconds = time.monotonic() - launched
         summary = json.loads((Path(directory) / "summary.json").read_text())
     return {

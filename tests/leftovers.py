@@ -134,4 +134,6 @@ class Before:
 
 
 def _told(pid: int) -> str:
-    return _read(pid, "cmdline").replace(b"\0", b" ")[:200].decode(errors="replace").strip() or "(ended, not waited for)"
+    return (
+        _read(pid, "cmdline").replace(b"\0", b" ")[:200].decode(errors="replace").strip() or "(ended, not waited for)"
+    )

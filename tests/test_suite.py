@@ -21,7 +21,9 @@ ROOT = TESTS.parent
 
 def suite(folder: Path, code: str, *words: str) -> dict[str, set[str]]:
     """Run tests beside a copy of this suite's fixtures; returns the verdicts on each."""
-    (folder / "conftest.py").write_text("from tests.conftest import *\nfrom tests import conftest\nconftest.GRACE = 0.2\n")
+    (folder / "conftest.py").write_text(
+        "from tests.conftest import *\nfrom tests import conftest\nconftest.GRACE = 0.2\n"
+    )
     (folder / "test_inner.py").write_text(textwrap.dedent(code))
     command = [sys.executable, "-m", "pytest", "-n", "0", "-rA", "--tb=short", "-p", "no:cacheprovider", "-c"]
     done = subprocess.run(
