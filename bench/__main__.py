@@ -32,7 +32,7 @@ def train_all(configs: list[str], options: argparse.Namespace) -> Tables:
     """Ours and the peers' in turn, as often as there are rounds; a row is the round of the median rate."""
     small = options.smallest
     window = min(options.seconds, 5.0)
-    bounds = {config: limits(config, window, training.changes(config, small)) for config in configs}
+    bounds = {config: limits(config, window, small) for config in configs}
     rivals = [(config, *peer) for config in configs for peer in peers.TRAINING.get(config, ())]
     rivals = rivals if options.peers else []
     found: Tables = {name: [] for name in (*configs, *(rival[1] for rival in rivals))}
@@ -120,8 +120,8 @@ def _cell(value: Any) -> str:
     return "" if value is None else f"{value:,}" if type(value) is int else str(value)
 
 
-def main() -> None:
-    """Parse the command line and run."""
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="name", help=f"any of {', '.join(BENCHMARKS)}; none: all")
     parser.add_argument("--seconds", type=float, default=30.0, help="length of each measured window")
@@ -131,10 +131,15 @@ def main() -> None:
         "--smallest", action="store_true", help="as little as shows that all runs; its figures say nothing"
     )
     parser.add_argument("--json", type=Path, help="file for the JSON document")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Parse the command line and run."""
+    options = parser().parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended too
     if unknown := [name for name in options.names if name not in BENCHMARKS]:
-        parser.error(f"unknown benchmark {unknown[0]!r}: choose from {', '.join(BENCHMARKS)}")
+        parser().error(f"unknown benchmark {unknown[0]!r}: choose from {', '.join(BENCHMARKS)}")
     if options.peers is None:
         console.print("peers: skipped, since --peers names no folder with their drivers")
     document: dict[str, Any] = {"machine": machine(), "seconds": options.seconds, "rounds": options.rounds}

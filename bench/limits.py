@@ -15,11 +15,16 @@ from typing import Any
 
 import numpy as np
 
+from bench import training
 
-def limits(config: str, seconds: float, changes: dict[str, Any]) -> dict[str, Any]:
+
+def limits(config: str, seconds: float, smallest: bool = False) -> dict[str, Any]:
     """Rates of the bare environment on one core and on all, core-time per step, and the rate it allows."""
-    cores = sorted(os.sched_getaffinity(0))
-    (alone,), together = (_on_cores(config, seconds, changes, some) for some in (cores[:1], cores))
+    cores = sorted(os.sched_getaffinity(0))[: 1 if smallest else None]
+    changes = training.changes(config, smallest)
+    (alone,) = together = _on_cores(config, seconds, changes, cores[:1])
+    if len(cores) > 1:
+        together = _on_cores(config, seconds, changes, cores)
     parts = ("environment", "acting", "learning")
     environment, acting, learning = (1e6 * float(np.mean([one[part] for one in together])) for part in parts)
     return {

@@ -46,13 +46,19 @@ LIMIT = 120.0  # seconds for a test on a usual machine
 GRACE = 10.0  # seconds in which what is ending may end
 
 
-@pytest.hookimpl(tryfirst=True)
+SHARED = {"ray": "ray", "cluster/torchrpc": "torchrpc"}  # engines whose other side is started once, for all tests
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Keep the tests that share a Ray cluster or a node in one process, before they are dealt out."""
+    given = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    for group in {SHARED[value] for value in given if isinstance(value, str) and value in SHARED}:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests that want a Ray cluster together, and begin with those that take longest."""
-    for item in items:
-        given = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        if any(isinstance(value, str) and value == "ray" for value in given):
-            item.add_marker(pytest.mark.xdist_group("ray"))
+    """Begin with what takes longest: the groups."""
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 

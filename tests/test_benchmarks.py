@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
 
+from bench.__main__ import BENCHMARKS
 from shoal.benchmarks import engines, scale
 from shoal.benchmarks.tables import show
+from shoal.cli import main
+
+ROOT = Path(__file__).parents[1]
+LONG = pytest.mark.long
 
 
 def test_engines_are_measured_with_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,3 +58,40 @@ def test_findings_are_shown_as_a_table_or_as_lines(capsys: pytest.CaptureFixture
     show("engines", rows, 2, as_json=False)
     table = capsys.readouterr().out
     assert all(text in table for text in ("small p50 us", "inline", "1,234", "0.25"))
+
+
+# The others go through the same parts, and take longer.
+QUICK = {"calls", "cartpole", "replay"}
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=LONG) for name in BENCHMARKS])
+def test_every_benchmark_runs_in_its_smallest_form(start: Any, request: pytest.FixtureRequest, name: str) -> None:
+    if name == "actors":
+        request.getfixturevalue("only_ray")
+    words = [sys.executable, "-m", "bench", name, "--smallest", "--seconds", "0.1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = start(words, cwd=ROOT, env=environment, stdout=PIPE, stderr=PIPE, text=True)
+    printed, errors = process.communicate()
+    assert process.returncode == 0, errors
+    document = json.loads(printed.splitlines()[-1])
+    rows = [row for table in document[name].values() for row in table]
+    assert rows
+    figures = [value for row in rows for key, value in row.items() if key.endswith(("per_s", "_us"))]
+    assert name == "solve" or (figures and all(value > 0 for value in figures))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("engines", "inline", "--seconds", "0.1"), ("scale", "--engine", "threads", "--actors", "1", "--seconds", "0.1")],
+    ids=lambda words: words[0],
+)
+def test_the_commands_print_a_table(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(engines.TRAINING, "steps", 500)
+    monkeypatch.setattr(sys, "argv", ["shoal", "bench", *words, "--json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    (row,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert row.get("engine") == "inline" or row["actors"] == 1

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
 import typer
 
+from bench import __main__ as bench
 from shoal.algorithms import ALGORITHMS
 from shoal.cli import app
 from shoal.engines import ENGINES
@@ -21,7 +25,8 @@ from shoal.services import STORES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+SHOAL = typer.main.get_command(app)
+COMMANDS = SHOAL.commands  # type: ignore[attr-defined]
 
 
 def strings(file: Path) -> Iterator[str]:
@@ -82,6 +87,44 @@ def test_messages_exist(message: str, body: str) -> None:
     quoted = re.search(r"```text\n(.*?)```", body, re.DOTALL)
     assert quoted
     assert message in quoted[1]
+
+
+def typed() -> Iterator[tuple[str, list[str]]]:
+    """Every command that a user is told to type, or that `make` types: where, and its words."""
+    plain = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "bench/README.md", "Makefile")]
+    programs = r"(?:\$\(BIN\)/)?((?:shoal|python -m bench|make)\b.*)"
+    for page, prefix in [*((page, r"\s*") for page in plain), *((page, r"\$ ") for page in DOCS.rglob("*.md"))]:
+        for line in page.read_text().splitlines():
+            if match := re.match(prefix + programs, line):
+                alone = re.split(r" (?:2?>|\||&|…)", match[1])[0]
+                yield str(page.relative_to(ROOT)), shlex.split(alone, comments=True)
+
+
+def test_commands_that_are_written_down_can_be_typed() -> None:
+    targets = re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    found = [*typed()]
+    assert len(found) > 60
+    for where, words in found:
+        told = f"{where}: {' '.join(words)}"
+        if words[0] == "make":
+            assert {*words[1:]} <= {*targets}, told
+        elif words[0] == "python":
+            chosen = bench.parser().parse_args(words[3:])
+            assert {*chosen.names} <= {*bench.BENCHMARKS}, told
+        else:
+            parse(SHOAL, words[1:], told)
+
+
+def parse(command: Any, words: list[str], told: str) -> None:
+    """Have the command line read words, down to the last subcommand, without running anything."""
+    while hasattr(command, "commands"):
+        assert words, told
+        assert words[0] in command.commands, told
+        command, words = command.commands[words[0]], words[1:]
+    try:
+        command.make_context("shoal", [*words])
+    except click.exceptions.ClickException as error:
+        pytest.fail(f"{told}\n{error.format_message()}")
 
 
 def test_pictures_are_small() -> None:

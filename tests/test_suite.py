@@ -151,3 +151,10 @@ def test_limits_grow_with_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_marks_are_inherited_by_tests_that_run_tests() -> None:
     assert os.environ[leftovers.VARIABLE] == leftovers.MARK
+
+
+def test_one_process_has_all_tests_of_ray(request: pytest.FixtureRequest) -> None:
+    """There is one cluster on a machine at a time: it would be started in every process that runs one of them."""
+    for item in request.session.items:
+        if "ray_cluster" in getattr(item, "fixturenames", ()) or "-ray" in item.name or "[ray" in item.name:
+            assert [mark.args[0] for mark in item.iter_markers("xdist_group")] == ["ray"], item.nodeid
