@@ -58,8 +58,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest: the groups."""
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+    """Begin with what takes longest, the groups; a Ray of a test's own comes before the one that stays."""
+
+    def order(item: pytest.Item) -> tuple[bool, bool]:
+        names = {*getattr(item, "fixturenames", ())}
+        return item.get_closest_marker("xdist_group") is None, "only_ray" not in names or "ray_cluster" in names
+
+    items.sort(key=order)
 
 
 @pytest.hookimpl(hookwrapper=True, tryfirst=True)

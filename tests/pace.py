@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
+
+import pytest
 
 USUAL = 0.016  # seconds of core-time that the loop takes on the machines the limits were chosen on
 MOST = 20.0  # a limit that is never reached limits nothing
@@ -28,6 +31,11 @@ def _measure() -> float:
         spent, lasted = min(spent, time.process_time() - used), min(lasted, time.perf_counter() - begin)
     load = os.getloadavg()[0] / (os.cpu_count() or 1)
     return min(max(spent / USUAL, 1.0) * max(lasted / spent, load, 1.0), MOST)
+
+
+def long(*values: Any, **options: Any) -> Any:
+    """Parameters with which a test is run by `make test-all` only: others show the same in less time."""
+    return pytest.param(*values, marks=pytest.mark.long, **options)
 
 
 def seconds(limit: float) -> float:

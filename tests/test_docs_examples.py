@@ -23,6 +23,8 @@ from typing import Any
 
 import pytest
 
+from tests.pace import seconds
+
 ROOT = Path(__file__).parents[1]
 EXTEND = ROOT / "docs" / "extend"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -60,7 +62,12 @@ def follow(page: Path, program: str, folder: Path) -> list[str]:
     printed = []
     for words in commands(page, program):
         done = subprocess.run(
-            [*PROGRAMS[program], *words], cwd=folder, env=environment, text=True, capture_output=True, timeout=200
+            [*PROGRAMS[program], *words],
+            cwd=folder,
+            env=environment,
+            text=True,
+            capture_output=True,
+            timeout=seconds(100),
         )
         assert done.returncode == 0, f"{program} {shlex.join(words)}\n{done.stdout}\n{done.stderr}"
         printed.append(done.stdout)

@@ -10,6 +10,7 @@ import pytest
 import shoal
 from shoal.engines import ENGINES
 from shoal.engines.links import LINKS
+from tests.pace import long
 
 pytestmark = pytest.mark.xdist_group("ray")
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -27,7 +28,7 @@ LOCKSTEP: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("algorithm", [*LOCKSTEP])
+@pytest.mark.parametrize("algorithm", ["impala", long("apex_dqn")])
 def test_lockstep_gives_the_same_bits_on_every_engine_by_every_link(
     hosted: Any, algorithm: str, tmp_path: Path, record_property: Any
 ) -> None:
@@ -55,6 +56,7 @@ def test_lockstep_gives_the_same_bits_on_every_engine_by_every_link(
     assert facts[0][2] > 5  # updates
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["cluster/grpc", "cluster/torchrpc"])
 def test_cartpole_is_solved_by_every_link(hosted: Any, name: str, tmp_path: Path) -> None:
     assert shoal.train(CONFIGS / "impala_cartpole.yaml", tmp_path / "run", **hosted(name), actors=1).solved

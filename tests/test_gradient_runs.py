@@ -17,10 +17,10 @@ from shoal import engines, topology
 from shoal.core.errors import SettingsError
 from shoal.runs import checkpoint
 from shoal.training import fingerprint
+from tests.pace import long
 from tests.programs import LOCAL, outcome, small
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-EVERY = pytest.mark.parametrize("engine", LOCAL)  # memory is shared within one machine
 RECURRENT = {"hidden": [16], "lstm": 8, "normalise_observation": True, "normalise_reward": True}
 SMALL = {"hidden": [16]}
 KEPT = {"capacity": 60, "minimum": 10, "alpha": 0.6}
@@ -45,7 +45,7 @@ def settings(algorithm: str, **more: Any) -> dict[str, Any]:
     return small(ALGORITHMS[algorithm], topology="gradient_workers", **more)
 
 
-@EVERY
+@pytest.mark.parametrize("engine", [long("inline"), long("threads"), "processes"])
 def test_cartpole_is_solved(engine: str, tmp_path: Path) -> None:
     run = shoal.train(CONFIGS / "a3c_cartpole.yaml", tmp_path / "run", engine=engine)
     assert run.solved
@@ -54,6 +54,7 @@ def test_cartpole_is_solved(engine: str, tmp_path: Path) -> None:
     assert run.evaluate(episodes=5).statistics["mean"] > 300  # of 500; the best policy can be loaded
 
 
+@pytest.mark.long
 def test_replay_learns_too(tmp_path: Path) -> None:
     kept = {"algorithm.replay": {"capacity": 2_000, "minimum": 50, "alpha": 0}, "algorithm.replay_ratio": 1}
     run = shoal.train(CONFIGS / "a3c_cartpole.yaml", tmp_path / "run", **kept)
@@ -62,6 +63,7 @@ def test_replay_learns_too(tmp_path: Path) -> None:
     assert newest["updates"] > 1.5 * newest["steps"] / (20 * 8)  # of 20 steps in 8 environments each, once fresh
 
 
+@pytest.mark.long
 def test_a_memory_is_learned(tmp_path: Path) -> None:
     assert shoal.train(CONFIGS / "a3c_memory.yaml", tmp_path / "run").solved  # without: tests/test_training.py
 
@@ -95,7 +97,7 @@ def test_all_workers_step_one_optimizer(engine: str, rule: str, tmp_path: Path) 
     assert all(array.any() for array in moments)
 
 
-@pytest.mark.parametrize("algorithm", [*ALGORITHMS])
+@pytest.mark.parametrize("algorithm", [name if name.startswith("a3c") else long(name) for name in ALGORITHMS])
 def test_lockstep_gives_the_same_bits_on_every_engine_and_after_a_resume(algorithm: str, tmp_path: Path) -> None:
     base = settings(algorithm, lockstep=True)
     some = LOCAL if algorithm == "a3c" else ("inline", "processes")
@@ -115,6 +117,7 @@ def test_lockstep_gives_the_same_bits_on_every_engine_and_after_a_resume(algorit
         assert outcome(shoal.resume(part)) == whole
 
 
+@pytest.mark.long
 def test_pictures_give_the_same_bits_on_every_engine(tmp_path: Path) -> None:
     pong = settings("a3c", environment={"id": "ALE/Pong-v5", "atari": {"max_frames": 400}}, lockstep=True, steps=100)
     pong |= {"algorithm": {"name": "a3c"}, "evaluation": {"episodes": 1, "every": 10**6}}
@@ -125,7 +128,7 @@ def test_pictures_give_the_same_bits_on_every_engine(tmp_path: Path) -> None:
     assert len(hashes) == 1
 
 
-@pytest.mark.parametrize("victim", ["gradient-0", "gradient-1"], ids=["worker", "chief"])
+@pytest.mark.parametrize("victim", [long("gradient-0", id="worker"), pytest.param("gradient-1", id="chief")])
 def test_a_killed_worker_is_replaced_and_the_run_ends_solved(command: Any, victim: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = command(
@@ -146,7 +149,7 @@ def test_a_killed_worker_is_replaced_and_the_run_ends_solved(command: Any, victi
     assert not any(others)
 
 
-@EVERY
+@pytest.mark.parametrize("engine", [long("inline"), long("threads"), "processes"])
 def test_one_interrupt_saves_and_ends_the_run_and_it_goes_on(command: Any, engine: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = [f"engine={engine}", "log_every=0.1", "steps=10000000", "evaluation.target=null"]

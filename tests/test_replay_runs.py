@@ -12,6 +12,7 @@ import pytest
 import shoal
 from shoal.core.errors import SettingsError
 from shoal.runs import checkpoint
+from tests.pace import long
 from tests.programs import LOCAL, outcome, small
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -19,13 +20,14 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 
 @pytest.mark.parametrize(
     ("config", "quantiles", "target"),
-    [("dqn", 1, 475), ("apex_dqn", 16, 195)],  # a random policy has about 20
+    [long("dqn", 1, 475), ("apex_dqn", 16, 195)],  # a random policy has about 20
 )
 def test_cartpole_is_learned(config: str, quantiles: int, target: int, tmp_path: Path) -> None:
     changes = {"algorithm.quantiles": quantiles, "evaluation.target": target}
     assert shoal.train(CONFIGS / f"{config}_cartpole.yaml", tmp_path / "run", **changes).solved
 
 
+@pytest.mark.long
 def test_memory_is_for_r2d2_and_not_for_dqn(tmp_path: Path) -> None:
     assert shoal.train(CONFIGS / "r2d2_memory.yaml", tmp_path / "r2d2").solved
     changes = {"algorithm": {"name": "dqn", "lr": 1e-3, "replay": {"minimum": 200, "samples_per_insert": 8}}}
@@ -33,6 +35,7 @@ def test_memory_is_for_r2d2_and_not_for_dqn(tmp_path: Path) -> None:
     assert dqn.summary["best_evaluation"] < 0.6  # guessing gives 0 ± 0.16 over 40 episodes
 
 
+@pytest.mark.long
 def test_ngu_reaches_the_far_end_and_r2d2_does_not(tmp_path: Path) -> None:
     ngu = shoal.train(CONFIGS / "ngu_chain.yaml", tmp_path / "ngu")
     assert ngu.solved
@@ -77,7 +80,7 @@ def settings(algorithm: str, **more: Any) -> dict[str, Any]:
     return small(ALGORITHMS[algorithm], lockstep=True, **more)
 
 
-@pytest.mark.parametrize("algorithm", [*ALGORITHMS])
+@pytest.mark.parametrize("algorithm", [long("dqn"), "apex_dqn", long("r2d2"), "ngu"])
 def test_lockstep_gives_the_same_bits_on_every_engine_and_after_a_resume(
     hosted: Any, algorithm: str, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import shoal
 from shoal.core.errors import SettingsError, ShoalError
 from shoal.runs import checkpoint, directory, metrics
-from tests.pace import seconds
+from tests.pace import long, seconds
 from tests.programs import QUICK, outcome, small
 
 ROOT = Path(__file__).parents[1]
@@ -37,7 +37,11 @@ def settings(algorithm: str, **more: Any) -> dict[str, Any]:
 
 
 PAIRS = [*((engine, "impala") for engine in QUICK), ("inline", "ppo"), ("processes", "ppo")]
-PLAIN = [pytest.param(engine, name, {}, id=f"{engine}-{name}") for engine, name in PAIRS]
+SHORT = [("inline", "ppo"), ("processes", "impala"), ("cluster", "impala")]
+PLAIN = [
+    (pytest.param if (engine, name) in SHORT else long)(engine, name, {}, id=f"{engine}-{name}")
+    for engine, name in PAIRS
+]
 CODED = [pytest.param("inline", "impala", {"kind": "int8", "delta": True}, id="inline-impala-int8-delta")]
 
 
@@ -72,13 +76,18 @@ def shown(run: Path) -> list[int]:
     return [event.step for event in accumulator.Scalars("learner/lag")]
 
 
-@pytest.mark.parametrize(("algorithm", "lockstep"), [("ppo", True), ("impala", False)])
-def test_stopped_at_random_moments_and_resumed(command: Any, algorithm: str, lockstep: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "lockstep", "times"),
+    [("ppo", True, 2), ("impala", False, 2), long("ppo", True, 4), long("impala", False, 4)],
+)
+def test_stopped_at_random_moments_and_resumed(
+    command: Any, algorithm: str, lockstep: bool, times: int, tmp_path: Path
+) -> None:
     dice = random.Random(f"{algorithm}{lockstep}")
     engine = "inline" if lockstep else "processes"
     config = settings(algorithm, engine=engine, lockstep=lockstep, steps=4000, log_every=0.05)
     run = tmp_path / "run"
-    stops = [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
+    stops = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGKILL][-times:]
     before = 0
     while stops:
         process = start(command, tmp_path, config, run)

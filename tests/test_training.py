@@ -18,11 +18,11 @@ from shoal.core.errors import ShoalError
 from shoal.runs import checkpoint
 from shoal.services.journal import Journal
 from shoal.training import fingerprint
+from tests.pace import long, seconds
 from tests.programs import LOCAL, QUICK
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
-EVERY = pytest.mark.parametrize("engine", [*QUICK])
 
 
 @pytest.fixture
@@ -53,7 +53,13 @@ def newest(run: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "engine"), [*(("impala", name) for name in QUICK), ("ppo", "inline"), ("ppo", "processes")]
+    ("algorithm", "engine"),
+    [
+        ("impala", "processes"),
+        ("ppo", "inline"),
+        *(long("impala", name) for name in QUICK if name != "processes"),
+        long("ppo", "processes"),
+    ],
 )
 def test_cartpole_is_solved(hosted: Any, engine: str, algorithm: str, tmp_path: Path) -> None:
     two = {"actors": 2, "envs": 4} if algorithm == "ppo" else {}
@@ -68,11 +74,13 @@ def test_cartpole_is_solved(hosted: Any, engine: str, algorithm: str, tmp_path: 
     assert shoal.configure(tmp_path / "run" / "config.yaml").engine == engine
 
 
+@pytest.mark.long
 def test_continuous_control_is_learned(tmp_path: Path) -> None:
     run = shoal.train(CONFIGS / "ppo_pendulum.yaml", tmp_path / "run")
     assert run.solved  # a mean of -200; a random policy has about -1200
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["impala", "ppo"])
 def test_memory_needs_the_lstm(algorithm: str, tmp_path: Path) -> None:
     config = CONFIGS / f"{algorithm}_memory.yaml"
@@ -87,11 +95,12 @@ RECURRENT = {"hidden": [16], "lstm": 8, "normalise_observation": True, "normalis
 @pytest.mark.parametrize(
     ("algorithm", "world"),
     [
-        ({"name": "impala", "batch": 4, "unroll": 10, "network": RECURRENT}, {"id": "CartPole-v1"}),
-        ({"name": "ppo", "unroll": 16, "network": RECURRENT}, {"id": "Pendulum-v1"}),
-        ({"name": "ppo", "unroll": 4, "minibatches": 2}, {"id": "ALE/Pong-v5"}),
+        pytest.param(
+            {"name": "impala", "batch": 4, "unroll": 10, "network": RECURRENT}, {"id": "CartPole-v1"}, id="impala-lstm"
+        ),
+        long({"name": "ppo", "unroll": 16, "network": RECURRENT}, {"id": "Pendulum-v1"}, id="ppo-lstm-continuous"),
+        pytest.param({"name": "ppo", "unroll": 4, "minibatches": 2}, {"id": "ALE/Pong-v5"}, id="ppo-pong"),
     ],
-    ids=["impala-lstm", "ppo-lstm-continuous", "ppo-pong"],
 )
 def test_lockstep_gives_the_same_bits_on_every_engine(hosted: Any, algorithm: Any, world: Any, tmp_path: Path) -> None:
     steps = 64 if world["id"].startswith("ALE/") else 480
@@ -157,7 +166,8 @@ CUTS = [("inline", ending, kind) for ending in ENDINGS for kind in KINDS]
     ("engine", "ending", "kind"),
     [
         *CUTS,
-        *((engine, *cut) for engine in QUICK[1:] for cut in (("termination", "sequence"), ("truncation", "nstep"))),
+        *((engine, "termination", "sequence") for engine in QUICK[1:]),
+        *(long(engine, "truncation", "nstep") for engine in QUICK[1:]),
     ],
 )
 def test_time_is_aligned_through_every_engine(hosted: Any, engine: str, ending: str, kind: str, tmp_path: Path) -> None:
@@ -223,12 +233,16 @@ def test_nothing_survives_a_killed_head(training: Any) -> None:
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) >= 3
     process.kill()
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=seconds(10))
     assert not alive
 
 
 @pytest.mark.parametrize(
-    ("engine", "number"), [*((engine, signal.SIGINT) for engine in QUICK), ("processes", signal.SIGTERM)]
+    ("engine", "number"),
+    [
+        *(((engine, signal.SIGINT) if engine != "threads" else long(engine, signal.SIGINT)) for engine in QUICK),
+        ("processes", signal.SIGTERM),
+    ],
 )
 def test_one_interrupt_ends_the_run_in_order(
     training: Any, hosted: Any, engine: str, number: int, tmp_path: Path
@@ -242,7 +256,7 @@ def test_one_interrupt_ends_the_run_in_order(
     _, log = process.communicate()
     assert process.returncode == 0, log
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped_by"] == "interrupted"
-    assert not psutil.wait_procs(family, timeout=10)[1]
+    assert not psutil.wait_procs(family, timeout=seconds(10))[1]
 
 
 def test_a_budget_that_ends_unsolved_says_so(training: Any) -> None:
@@ -252,7 +266,7 @@ def test_a_budget_that_ends_unsolved_says_so(training: Any) -> None:
     assert "NOT solved" in log
 
 
-@pytest.mark.parametrize(("engine", "how"), [("inline", "raise"), ("cluster", "raise"), ("inline", "nan")])
+@pytest.mark.parametrize(("engine", "how"), [("inline", "raise"), long("cluster", "raise"), ("inline", "nan")])
 def test_a_faulty_environment_is_restarted_and_counted(hosted: Any, engine: str, how: str, tmp_path: Path) -> None:
     config = {
         "environment": {
@@ -273,7 +287,7 @@ def test_a_faulty_environment_is_restarted_and_counted(hosted: Any, engine: str,
     assert run.summary["evaluations"][0]["metrics"]["coins"] >= 10
 
 
-@EVERY
+@pytest.mark.parametrize("engine", ["inline", "processes", long("threads"), long("cluster")])
 def test_an_environment_that_only_fails_ends_the_run_with_its_report(hosted: Any, engine: str, tmp_path: Path) -> None:
     config = {
         "environment": {"id": "tests.programs:Faulty-v0", "arguments": {"healthy": 3}},
@@ -288,7 +302,7 @@ def test_an_environment_that_only_fails_ends_the_run_with_its_report(hosted: Any
     assert "the simulator crashed" in str(caught.value)
 
 
-@pytest.mark.parametrize("engine", ["inline", "processes"])
+@pytest.mark.parametrize("engine", ["inline", long("processes")])
 def test_mappings_of_images_vectors_and_symbols_are_learned_from(hosted: Any, engine: str, tmp_path: Path) -> None:
     config = {
         "environment": {"id": "tests.programs:Mixed-v0"},

@@ -25,6 +25,7 @@ from shoal.engines.rooming import request, role_of
 from shoal.services.parameters import Parameters
 from tests.engines import programs
 from tests.engines.simulated import Simulated
+from tests.pace import seconds
 
 pytestmark = pytest.mark.xdist_group("ray")
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -36,7 +37,11 @@ def build(ray_cluster: Simulated) -> Iterator[Any]:
     made: list[Any] = []
 
     def build(room: dict[str, Any] | None = None, **options: Any) -> Any:
-        known = {"stall": 30.0, "deadline": 20.0, "room": Room(address=ray_cluster.address, **(room or {}))}
+        known = {
+            "stall": seconds(30.0),
+            "deadline": seconds(20.0),
+            "room": Room(address=ray_cluster.address, **(room or {})),
+        }
         made.append(make("ray", Options(**{**known, **options})))
         return made[-1]
 
@@ -145,7 +150,7 @@ def test_without_ray_the_error_names_what_to_install(monkeypatch: pytest.MonkeyP
         make("ray", Options())
 
 
-def test_a_ray_of_ones_own_is_started_and_ended() -> None:
+def test_a_ray_of_ones_own_is_started_and_ended(only_ray: None) -> None:
     before = signal.getsignal(signal.SIGTERM)
     engine = make("ray", Options(room=Room(cpus={"one": 0.5})))
     try:
@@ -176,6 +181,7 @@ def test_when_a_host_dies_everyone_begins_again(build: Any) -> None:
         engine._listen(0.05)
 
 
+@pytest.mark.long
 def test_cartpole_is_solved_although_a_node_goes(
     ray_cluster: Simulated, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

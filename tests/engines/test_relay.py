@@ -15,6 +15,7 @@ from shoal.engines.options import Machines
 from shoal.engines.relay import Relay, Relayed
 from shoal.services.parameters import Parameters
 from tests.engines import programs
+from tests.pace import seconds
 
 
 class Source:
@@ -92,7 +93,7 @@ def test_callers_wait_for_the_one_who_fetches() -> None:
 
     def slowly(newer_than: int) -> Any:
         begun.set()
-        assert go_on.wait(20)
+        assert go_on.wait(seconds(20))
         return fetch(newer_than)
 
     source.fetch = slowly  # type: ignore[method-assign]
@@ -100,7 +101,7 @@ def test_callers_wait_for_the_one_who_fetches() -> None:
     threads = [threading.Thread(target=lambda: found.append(Relayed(shared, source).fetch(-1))) for _ in range(5)]
     for thread in threads:
         thread.start()
-    assert begun.wait(20)
+    assert begun.wait(seconds(20))
     go_on.set()
     for thread in threads:
         thread.join()
@@ -112,7 +113,10 @@ def test_a_node_fetches_each_version_once() -> None:
     gate = listen(node, "127.0.0.1:0", Terms("node"))
     readers = ["one", "two", "three"]
     machines = Machines(nodes=(gate.address,), remote=frozenset(readers))
-    engine = make("cluster", Options(stall=20.0, deadline=20.0, machines=machines, relays=frozenset({"parameters"})))
+    engine = make(
+        "cluster",
+        Options(stall=seconds(20.0), deadline=seconds(20.0), machines=machines, relays=frozenset({"parameters"})),
+    )
     try:
         parameters, board = engine.serve("parameters", Parameters), engine.serve("board", programs.Shelf)
         engine.run("publisher", programs.publishes, parameters, board, readers, 4)

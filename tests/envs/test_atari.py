@@ -14,6 +14,7 @@ from shoal.core.errors import Fatal
 from shoal.core.types import ActionSpec, ArraySpec
 from shoal.envs import Atari, Environment, make
 from shoal.envs.atari import ids, is_atari, rom
+from tests.pace import seconds
 
 
 def play(game, steps, size=2, seed=0, evaluation=False, metrics=None, actions=None, **settings):
@@ -198,7 +199,7 @@ def test_close_ends_the_threads(render):
     assert threads() > before
     worlds.close()
     worlds.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + seconds(10)
     while threads() > before and time.monotonic() < deadline:
         pass  # the system lists a thread for a moment after it ended
     assert threads() == before

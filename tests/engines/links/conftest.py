@@ -17,6 +17,7 @@ from shoal.engines.links.greeting import meet
 from shoal.engines.links.session import Session
 from shoal.engines.links.terms import Terms
 from shoal.engines.node import Node, listen
+from tests.pace import seconds
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +46,7 @@ class Standing:
 
     def said(self, text: str) -> str:
         """Wait until the node has logged a line with a text, and return the line."""
-        limit = time.monotonic() + 20
+        limit = time.monotonic() + seconds(20)
         while time.monotonic() < limit:
             for record in [*self.caplog.records]:
                 if text in record.getMessage():
