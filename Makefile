@@ -17,9 +17,11 @@ demo: $(STAMP)
 	$(BIN)/shoal train configs/impala_cartpole.yaml
 	$(BIN)/shoal play latest --seconds 11
 
+# Every promise in its short form.
 test: $(STAMP)
 	$(BIN)/pytest
 
+# The long forms too.
 test-all: $(STAMP)
 	$(BIN)/pytest -m ''
 

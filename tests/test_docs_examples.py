@@ -90,6 +90,7 @@ def test_the_environment_of_the_page_is_learned_and_filmed(tmp_path: Path) -> No
     assert (tmp_path / "corridor.mp4").stat().st_size > 1000
 
 
+@pytest.mark.long
 def test_the_algorithm_of_the_page_solves_cartpole(tmp_path: Path) -> None:
     follow(EXTEND / "algorithm.md", "shoal", tmp_path)
     for run, engine in (("inline", "inline"), ("processes", "processes")):

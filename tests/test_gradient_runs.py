@@ -132,7 +132,13 @@ def test_pictures_give_the_same_bits_on_every_engine(tmp_path: Path) -> None:
 def test_a_killed_worker_is_replaced_and_the_run_ends_solved(command: Any, victim: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = command(
-        "train", CONFIGS / "a3c_cartpole.yaml", "--run-dir", run, "log_every=0.1", "evaluation.every=8000"
+        "train",
+        CONFIGS / "a3c_cartpole.yaml",
+        "--run-dir",
+        run,
+        "log_every=0.1",
+        "evaluation.every=8000",
+        "evaluation.target=150",
     )
     for line in process.stderr:
         if "lag" in line:

@@ -80,7 +80,7 @@ def settings(algorithm: str, **more: Any) -> dict[str, Any]:
     return small(ALGORITHMS[algorithm], lockstep=True, **more)
 
 
-@pytest.mark.parametrize("algorithm", [long("dqn"), "apex_dqn", long("r2d2"), "ngu"])
+@pytest.mark.parametrize("algorithm", [long("dqn"), "apex_dqn", long("r2d2"), long("ngu")])
 def test_lockstep_gives_the_same_bits_on_every_engine_and_after_a_resume(
     hosted: Any, algorithm: str, tmp_path: Path
 ) -> None:
@@ -112,7 +112,7 @@ def test_frames_are_kept_once_on_every_engine_alike(tmp_path: Path) -> None:
         (engine, compress): shoal.train(
             {**pong, "engine": engine}, tmp_path / f"{engine}{compress}", **{"algorithm.replay.compress": compress}
         ).summary["weights_sha256"]
-        for engine, compress in (("inline", False), ("inline", True), ("processes", False))
+        for engine, compress in (("inline", False), ("processes", True))
     }
     assert len(set(hashes.values())) == 1
 
