@@ -58,11 +58,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest, the groups; a Ray of a test's own comes before the one that stays."""
+    """Begin with what takes longest: groups, then whole runs; a Ray of a test's own comes before the one that stays."""
 
-    def order(item: pytest.Item) -> tuple[bool, bool]:
+    def order(item: pytest.Item) -> tuple[bool, bool, bool]:
         names = {*getattr(item, "fixturenames", ())}
-        return item.get_closest_marker("xdist_group") is None, "only_ray" not in names or "ray_cluster" in names
+        shared = "only_ray" not in names or "ray_cluster" in names
+        return item.get_closest_marker("xdist_group") is None, shared, item.path.parent != ROOT / "tests"
 
     items.sort(key=order)
 
