@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import os
 import secrets
@@ -10,10 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ from shoal.engines.links.terms import Terms
 from shoal.engines.node import Node, listen
 from shoal.runs import plots
 from tests import leftovers
-from tests.engines.simulated import Simulated, simulated
+from tests.engines.simulated import Simulated, alone, simulated
 from tests.pace import seconds
 
 leftovers.listen_to_signals()
@@ -71,7 +69,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(hookwrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Give each test the time that this machine needs for it now."""
-    (limit,) = (item.get_closest_marker("timeout") or pytest.mark.timeout(LIMIT).mark).args
+    usual = LIMIT if item.get_closest_marker("long") is None else 10 * LIMIT
+    (limit,) = (item.get_closest_marker("timeout") or pytest.mark.timeout(usual).mark).args
     item.add_marker(pytest.mark.timeout(seconds(limit)), append=False)
     yield
 
@@ -95,20 +94,10 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
                 terminalreporter.write_line(f"\n{text}")
 
 
-@contextmanager
-def alone(what: str) -> Iterator[None]:
-    """Have something once on this machine, whoever runs tests there; the wait does not count as a test's time."""
-    with Path(tempfile.gettempdir(), f"shoal-tests-{os.getuid()}-{what}.lock").open("w") as file:
-        left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
-        fcntl.flock(file, fcntl.LOCK_EX)
-        signal.setitimer(signal.ITIMER_REAL, left)
-        yield
-
-
 @pytest.fixture(scope="session")
 def only_ray() -> Iterator[None]:
     """Be the only one on this machine whose tests have a Ray cluster."""
-    with alone("ray"):
+    with alone():
         yield
 
 

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tests import leftovers
+from tests.engines import simulated
 from tests.pace import seconds, slowness
 
 TESTS = Path(__file__).parent
@@ -158,3 +160,13 @@ def test_one_process_has_all_tests_of_ray(request: pytest.FixtureRequest) -> Non
     for item in request.session.items:
         if "ray_cluster" in getattr(item, "fixturenames", ()) or "-ray" in item.name or "[ray" in item.name:
             assert [mark.args[0] for mark in item.iter_markers("xdist_group")] == ["ray"], item.nodeid
+
+
+def test_who_wants_a_ray_waits_for_the_one_that_is_there(
+    start: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(simulated, "LOCK", tmp_path / "lock")
+    attempt = ["flock", "--nonblock", tmp_path / "lock", "true"]
+    with simulated.alone():
+        assert start(attempt).wait() == 1
+    assert start(attempt).wait() == 0

@@ -6,15 +6,30 @@ Orders come as lines: `remove` takes the last node away by force, `add CPUS` bri
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO
 
 LOOPBACK = "127.0.0.2"  # Ray takes 127.0.0.1 for any address of this machine
+LOCK = Path(tempfile.gettempdir(), f"shoal-tests-{os.getuid()}-ray.lock")
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Be the only one on this machine whose tests have a Ray; the wait does not count as a test's time."""
+    with LOCK.open("w") as file:
+        left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        signal.setitimer(signal.ITIMER_REAL, left)
+        yield
 
 
 class Simulated:
