@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import secrets
 import signal
 import socket
@@ -20,6 +21,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve 
 import hypothesis
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 from shoal import topology
 from shoal.engines.links.terms import Terms
@@ -44,15 +46,30 @@ LIMIT = 120.0  # seconds for a test on a usual machine
 GRACE = 10.0  # seconds in which what is ending may end
 
 
-SHARED = {"ray": "ray", "cluster/torchrpc": "torchrpc"}  # engines whose other side is started once, for all tests
+# What is started once for all tests that share it, or is there once on a machine, by the names of these tests.
+GROUPS = {
+    "ray": re.compile(r"/test_ray\.py|/test_engines_alike\.py|[\[-]ray[\]-]|test_every_benchmark.*\[actors\]"),
+    "machines": re.compile(r"/test_machines\.py"),
+    "torchrpc": re.compile(r"cluster/torchrpc"),
+}
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Keep the tests that share a Ray cluster or a node in one process, before they are dealt out."""
-    given = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    for group in {SHARED[value] for value in given if isinstance(value, str) and value in SHARED}:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(group))
+def group(nodeid: str) -> str | None:
+    """The group of a test, if it is in one."""
+    return next((name for name, pattern in GROUPS.items() if pattern.search(nodeid)), None)
+
+
+class Scheduling(LoadScopeScheduling):
+    """One process runs all tests of a group; the marks that xdist has for that do nothing under some pytests."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group(nodeid) or nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: Any, log: Any) -> Scheduling:
+    """Deal the tests out by groups."""
+    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -61,7 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def order(item: pytest.Item) -> tuple[bool, bool, bool]:
         names = {*getattr(item, "fixturenames", ())}
         shared = "only_ray" not in names or "ray_cluster" in names
-        return item.get_closest_marker("xdist_group") is None, shared, item.path.parent != ROOT / "tests"
+        return group(item.nodeid) is None, shared, item.path.parent != ROOT / "tests"
 
     items.sort(key=order)
 

@@ -12,7 +12,6 @@ from shoal.engines import ENGINES
 from shoal.engines.links import LINKS
 from tests.pace import long
 
-pytestmark = pytest.mark.xdist_group("ray")
 CONFIGS = Path(__file__).parents[1] / "configs"
 NAMES = [*(name for name in ENGINES if name != "cluster"), *(f"cluster/{link}" for link in LINKS)]
 SMALL = {"hidden": [16], "activation": "relu"}

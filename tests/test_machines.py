@@ -21,7 +21,7 @@ from shoal.engines.links.certificates import initialise, issue
 from tests import pace
 from tests.pace import long
 
-pytestmark = [pytest.mark.xdist_group("machines"), pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
 PORT = 7700

@@ -21,13 +21,24 @@ TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 
 
-def suite(folder: Path, code: str, *words: str) -> dict[str, set[str]]:
+def suite(folder: Path, code: str, *words: str, processes: int = 0) -> dict[str, set[str]]:
     """Run tests beside a copy of this suite's fixtures; returns the verdicts on each."""
     (folder / "conftest.py").write_text(
         "from tests.conftest import *\nfrom tests import conftest\nconftest.GRACE = 0.2\n"
     )
     (folder / "test_inner.py").write_text(textwrap.dedent(code))
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-rA", "--tb=short", "-p", "no:cacheprovider", "-c"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-n",
+        str(processes),
+        "-rA",
+        "--tb=short",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+    ]
     done = subprocess.run(
         [*words, *command, str(ROOT / "pyproject.toml"), "--rootdir", str(folder), str(folder)],
         cwd=folder,
@@ -155,11 +166,21 @@ def test_marks_are_inherited_by_tests_that_run_tests() -> None:
     assert os.environ[leftovers.VARIABLE] == leftovers.MARK
 
 
-def test_one_process_has_all_tests_of_ray(request: pytest.FixtureRequest) -> None:
-    """There is one cluster on a machine at a time: it would be started in every process that runs one of them."""
-    for item in request.session.items:
-        if "ray_cluster" in getattr(item, "fixturenames", ()) or "-ray" in item.name or "[ray" in item.name:
-            assert [mark.args[0] for mark in item.iter_markers("xdist_group")] == ["ray"], item.nodeid
+def test_one_process_has_all_tests_of_a_group(tmp_path: Path) -> None:
+    """There is one Ray on a machine at a time: it would be started in every process that runs one of these tests."""
+    code = """
+        import os
+        from pathlib import Path
+        import pytest
+
+        @pytest.mark.parametrize("engine", ["ray"])
+        @pytest.mark.parametrize("number", range(8))
+        def test_engine(engine, number):
+            (Path(__file__).parent / f"ray-{os.environ['PYTEST_XDIST_WORKER']}").touch()
+    """
+    found = suite(tmp_path, code, processes=2)
+    assert all(verdicts == {"PASSED"} for verdicts in found.values()), found
+    assert len([*tmp_path.glob("ray-*")]) == 1
 
 
 def test_who_wants_a_ray_waits_for_the_one_that_is_there(

@@ -27,7 +27,6 @@ from tests.engines import programs
 from tests.engines.simulated import Simulated
 from tests.pace import seconds
 
-pytestmark = pytest.mark.xdist_group("ray")
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
