@@ -267,13 +267,13 @@ def test_actors_on_other_machines_fill_a_replay_whatever_breaks(net: Net, down: 
     nodes = net.listen()
     head = net.train("apex_dqn_cartpole.yaml", "actors=3", net.addresses, *IMPATIENT)
     break_things(net, head, nodes[0], down)
-    if down == DOWN:  # it learns to the end in the long form
+    alive = {node.address for node in net.nodes[1:]}
+    if down == DOWN:  # who came back may not have told anything yet; in the long form it learns to the end
         head.terminate()
         assert head.wait(pace.seconds(20)) == 0, net.head.log.read_text()
-        summary = json.loads((net.run / "summary.json").read_text())
+        assert homes(json.loads((net.run / "summary.json").read_text()), "actor-") <= alive
     else:
-        summary = net.solved(head, 150)
-    assert homes(summary, "actor-") == {node.address for node in net.nodes[1:]}
+        assert homes(net.solved(head, 150), "actor-") == alive
     net.end(nodes)
 
 

@@ -37,7 +37,7 @@ def settings(algorithm: str, **more: Any) -> dict[str, Any]:
 
 
 PAIRS = [*((engine, "impala") for engine in QUICK), ("inline", "ppo"), ("processes", "ppo")]
-SHORT = [("inline", "ppo"), ("processes", "impala"), ("cluster", "impala")]
+SHORT = [("inline", "ppo"), ("processes", "impala")]
 PLAIN = [
     (pytest.param if (engine, name) in SHORT else long)(engine, name, {}, id=f"{engine}-{name}")
     for engine, name in PAIRS
