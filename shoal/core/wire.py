@@ -5,7 +5,8 @@ A message is a fixed prefix, a JSON header, and the bytes of the arrays, each st
     magic 4s | version u16 | flags u16 | header length u32 | body length u64
 
 The header is `[tree, arrays]`: in `tree`, `{"$": i}` stands for `arrays[i] = [dtype, shape, where]`, and `where`
-is an offset in the body, or in a shared block when `shared` is 1 (`[dtype, shape, where, 1]`).
+is an offset in the body, or in a shared block when `shared` is 1 (`[dtype, shape, where, 1]`). Arrays lie one after the
+other in the order of the table, and each is referred to at most once: so a message holds no more than the bytes it has.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ ALIGN: Final = 64  # a cache line, and what vector units like best
 HEADER_LIMIT: Final = 4 << 20
 BODY_LIMIT: Final = 4 << 30
 AXES_LIMIT: Final = 64  # of NumPy itself
+EMPTY_LIMIT: Final = 1 << 24  # product of an empty array's other sides, which take no bytes: a loop over them must end
 THRESHOLD: Final = 16 << 10  # below this, a copy through the socket is cheaper than a place in shared memory
 FLOATS: Final = ("float16", "float32", "float64")
 TYPES: Final = {
@@ -164,38 +166,51 @@ def parse(view: memoryview, header: int, block: Buffer | None = None) -> Any:
         tree, table = json.loads(text)
         if not table and '"$"' not in text and "\\" not in text:  # nothing refers to an array
             return tree
-        return _fill(tree, [_array(entry, view[end:], block) for entry in table])
+        return _fill(tree, _arrays(table, view[end:], block))
     except WireError:
         raise
     except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError) as error:
         raise WireError(f"malformed message: {type(error).__name__}: {error}") from error
 
 
-def _array(entry: Any, body: memoryview, block: Buffer | None) -> Array:
-    name, shape, where, *shared = entry
-    if name not in TYPES:
-        raise WireError(f"array type {name!r} is not allowed")
-    if not all(type(side) is int and side >= 0 for side in [*shape, where]) or len(shape) > AXES_LIMIT:
-        raise WireError(f"bad shape {shape} or offset {where}")
-    if shared not in ([], [1]):
-        raise WireError(f"bad mark of a shared block {shared}")
-    if shared and block is None:
-        raise WireError("message refers to a shared block and there is none")
-    source = memoryview(block) if shared and block is not None else body
-    kind, count = TYPES[name], math.prod(shape)
-    if where + count * kind.itemsize > len(source):
-        raise WireError(f"array of {count} × {kind} at {where} does not fit in {len(source)} B")
-    if not count:
-        return np.empty(shape, kind)
-    return np.frombuffer(source, kind, count, where).reshape(shape)
+def _arrays(table: Any, body: memoryview, block: Buffer | None) -> list[Array | None]:
+    """The arrays of a table, as views; none begins before the end of the one before it."""
+    arrays: list[Array | None] = []
+    ends = [0, 0]  # of what was read in the body and in the shared block
+    sources = body, None if block is None else memoryview(block)
+    for name, shape, where, *shared in table:
+        if name not in TYPES:
+            raise WireError(f"array type {name!r} is not allowed")
+        if not all(type(side) is int and side >= 0 for side in [*shape, where]) or len(shape) > AXES_LIMIT:
+            raise WireError(f"bad shape {shape} or offset {where}")
+        if shared not in ([], [1]):
+            raise WireError(f"bad mark of a shared block {shared}")
+        if (source := sources[len(shared)]) is None:
+            raise WireError("message refers to a shared block and there is none")
+        kind, count = TYPES[name], math.prod(shape)
+        if where < ends[len(shared)]:
+            raise WireError(f"array at {where} overlaps the one before it, which ends at {ends[len(shared)]}")
+        ends[len(shared)] = end = where + count * kind.itemsize
+        if end > len(source):
+            raise WireError(f"array of {count} × {kind} at {where} does not fit in {len(source)} B")
+        if count:
+            arrays.append(np.frombuffer(source, kind, count, where).reshape(shape))
+        elif math.prod(side for side in shape if side) > EMPTY_LIMIT:
+            raise WireError(f"empty array of shape {shape}, whose other sides are larger than {EMPTY_LIMIT} together")
+        else:
+            arrays.append(np.empty(shape, kind))
+    return arrays
 
 
-def _fill(node: Any, arrays: list[Array]) -> Any:
+def _fill(node: Any, arrays: list[Array | None]) -> Any:
     if isinstance(node, dict):
         if "$" in node:
             index = node["$"]
             if type(index) is not int or not 0 <= index < len(arrays) or len(node) != 1:
                 raise WireError(f"reference to array {index!r} of {len(arrays)}")
-            return arrays[index]
+            array, arrays[index] = arrays[index], None
+            if array is None:
+                raise WireError(f"array {index} is referred to more than once")
+            return array
         return {key: _fill(value, arrays) for key, value in node.items()}
     return [_fill(value, arrays) for value in node] if isinstance(node, list) else node

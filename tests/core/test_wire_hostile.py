@@ -159,6 +159,11 @@ HOSTILE = {
     "reference that is a truth": message({"$": False}, [[BYTE, [1], 0]], BODY),
     "reference that is a list": message({"$": [0]}, [[BYTE, [1], 0]], BODY),
     "reference with company": message({"$": 0, "a": 1}, [[BYTE, [1], 0]], BODY),
+    "array that lies over another": message([{"$": 0}, {"$": 1}], [[BYTE, [64], 0], [BYTE, [1], 63]], BODY),
+    "array that lies before another": message([{"$": 0}, {"$": 1}], [[BYTE, [1], 32], [BYTE, [1], 0]], BODY),
+    "two references to one array": message([{"$": 0}, {"$": 0}], [[BYTE, [64], 0]], BODY),
+    "sides that an empty one hides": message({"$": 0}, [[BYTE, [10**9, 0], 0]], BODY),
+    "many sides that an empty one hides": message({"$": 0}, [[BYTE, [1000, 0, 1000, 1000], 0]], BODY),
     "header of one part": raw(b"[1]"),
     "header of three parts": raw(b"[1, [], 2]"),
     "header that is a number": raw(b"1"),
@@ -178,6 +183,33 @@ HOSTILE = {
 def test_a_hostile_message_is_refused(data):
     with little_memory(), pytest.raises(WireError):
         wire.decode(data)
+
+
+SMALL = 2 << 20  # bytes of the messages that claim to be more
+
+
+BOMBS = {
+    "references": lambda size: ([{"$": 0}] * 100_000, [[BYTE, [size], 0]]),
+    "table": lambda size: ([{"$": index} for index in range(50_000)], [[BYTE, [size], 0]] * 50_000),
+    "table that nothing refers to": lambda size: (None, [[BYTE, [size], 0]] * 50_000),
+}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("case", [*BOMBS])
+def test_a_small_message_holds_no_more_than_its_bytes(case, shared):
+    tree, table = BOMBS[case](SMALL)
+    table = [[*entry, 1] for entry in table] if shared else table
+    data, block = (message(tree, table), bytes(SMALL)) if shared else (message(tree, table, bytes(SMALL)), None)
+    with pytest.raises(WireError, match="overlaps the one before it|referred to more than once"):
+        wire.decode(data, block)
+
+
+def test_arrays_one_after_the_other_are_read_wherever_they_begin():
+    tree = [{"$": 1}, {"$": 0}, {"$": 2}]
+    table = [[BYTE, [3], 5], [BYTE, [0, 7], 8], [BYTE, [2], 8], [BYTE, [2], 0, 1], [BYTE, [1], 2, 1]]
+    empty, first, second = wire.decode(message(tree, table, BODY), bytes(64))
+    assert (empty.shape, [*first], [*second]) == ((0, 7), [5, 6, 7], [8, 9])
 
 
 @pytest.mark.parametrize("offset", [65, 2**60])
