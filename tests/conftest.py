@@ -24,6 +24,7 @@ import torch
 from xdist.scheduler import LoadScopeScheduling
 
 from shoal import topology
+from shoal.engines.links import grpc
 from shoal.engines.links.terms import Terms
 from shoal.engines.node import Node, listen
 from shoal.runs import plots
@@ -38,6 +39,7 @@ hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)  
 hypothesis.settings.load_profile("suite")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # behaviour is the same everywhere; a few tests want a GPU
 
+os.environ["GRPC_SSL_CIPHER_SUITES"] = grpc.CIPHERS  # Ray may load that library first
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # not the one in a user's home
 
 ROOT = Path(__file__).parents[1]

@@ -6,9 +6,11 @@ import json
 import logging
 import ssl
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 from shoal.core.errors import DeadlineExceeded, Refused, ServiceLost, ShoalError
@@ -19,13 +21,14 @@ from shoal.engines.links.certificates import fingerprint
 from shoal.engines.links.guard import Unguarded
 from shoal.engines.links.handshake import Handshake, refusal
 from shoal.engines.links.session import Session
+from shoal.engines.links.strangers import Refusals
 from shoal.engines.links.terms import Terms
 
 log = logging.getLogger("shoal")
 BACK_OFF = (0.25, 10.0)  # seconds before a link is tried again: at first, and at most
-GREETING = 10.0  # seconds for each message of the handshake
+GREETING = 20.0  # seconds for the handshake
 LIMIT = 1 << 30  # bytes of the largest frame after it
-FACTS = {"wire": VERSION}
+FACTS = {"wire": VERSION, "shoal": version("shoal")}
 Answer = Callable[[Session, str, list[Any]], Any]
 
 
@@ -82,8 +85,8 @@ class Gate:
         self.terms, self.binding = terms, fingerprint(trust.certificate) if trust else ""
         self._token = terms.secret()
         self._answer, self._welcome = answer, welcome
-        self._refused = refused
-        self.listener = links.find(terms.link).Listener(address, terms, certificates, self._take, refused)
+        self._refused = Refusals(refused)
+        self.listener = links.find(terms.link).Listener(address, terms, certificates, self._take, self._refused)
         self.address = self.listener.address
 
     def _take(self, link: Any) -> None:
@@ -100,15 +103,17 @@ class Gate:
     def close(self) -> None:
         """Take no more connections."""
         self.listener.close()
+        self._refused.flush()
 
 
 def _greet(link: Any, shake: Handshake, answer: Any) -> tuple[str, Session]:
     """Carry the handshake over the link; what follows is guarded by what it agreed on."""
+    limit = time.monotonic() + GREETING
     try:
         if (first := shake.begin()) is not None:
             link.send(json.dumps(first).encode())
         while not shake.done:
-            reply = shake.receive(_read(link.receive(GREETING)))
+            reply = shake.receive(_read(link.receive(max(limit - time.monotonic(), 0.001))))
             if reply is not None:
                 link.send(json.dumps(reply).encode())
         agreed = shake.session(LIMIT)

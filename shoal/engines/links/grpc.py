@@ -2,7 +2,9 @@
 
 Frames are bytes to gRPC, which needs no generated code for them; long ones travel in pieces, each with a byte that says
 whether more follow. TLS is gRPC's own, for which a client first fetches the certificate of the server by a connection
-of ours, and then trusts that one only: gRPC itself neither pins certificates nor tells which it was shown.
+of ours, and then trusts that one only: gRPC itself neither pins certificates nor tells which it was shown. Nor does it
+let a lowest version of TLS be chosen: so it is given ciphers for 1.2 that nobody can use, and a listener tries whether
+it would take 1.2 all the same.
 """
 
 from __future__ import annotations
@@ -12,17 +14,21 @@ import hmac
 import os
 import queue
 import secrets
+import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from shoal.core.errors import DeadlineExceeded, ServiceLost, ShoalError
 from shoal.core.wire import Buffer
 from shoal.engines.links import tls
+from shoal.engines.links.certificates import Trust
 from shoal.engines.links.pieces import PIECE, Pieces, cut
+from shoal.engines.links.strangers import FULL, Place, Room
 from shoal.engines.links.terms import Terms, line, split
 
 SERVICE, METHOD = "shoal.Link", "Carry"
@@ -30,6 +36,8 @@ PROOF = "shoal-proof"  # the metadata by which a stream is refused before anythi
 AHEAD = 8  # pieces that may wait to be sent
 FULL = 0.0005  # seconds before a sender looks again whether there is room
 STREAMS = 256  # connections at once
+# Those of TLS 1.2 that need a key agreed on beforehand, which there is none of; those of 1.3 are always on.
+CIPHERS = "ECDHE-PSK-AES128-CBC-SHA"
 OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", PIECE + 1024),
     ("grpc.max_send_message_length", PIECE + 1024),
@@ -41,12 +49,16 @@ OPTIONS: list[tuple[str, Any]] = [
     ("grpc.enable_retries", 0),
     ("grpc.use_local_subchannel_pool", 1),  # a link that broke is not waited for by the next
     ("grpc.so_reuseport", 0),  # or two nodes could listen at one address
+    ("grpc.max_allowed_incoming_connections", STREAMS),
+    ("grpc.server_handshake_timeout_ms", int(1000 * tls.OPENING)),
+    ("grpc.max_connection_idle_ms", int(1000 * tls.OPENING)),  # for those who open no stream
 ]
 
 
 def library() -> Any:
     """The gRPC library, or an error that names the extra."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # it tells of every connection that ends
+    os.environ["GRPC_SSL_CIPHER_SUITES"] = CIPHERS  # which is read once, when the library is loaded
     try:
         import grpc
     except ImportError as error:
@@ -67,6 +79,7 @@ class Wire:
     def __init__(self, peer: str, binding: str = "") -> None:
         """Begin without a stream; `binding` names the server's certificate, empty without TLS."""
         self.peer, self.binding = peer, binding
+        self.place: Place | None = None
         self._incoming: Iterator[bytes] = iter(())
         self._end: Callable[[str], None] = lambda reason: None
         self._pieces = Pieces()
@@ -79,8 +92,10 @@ class Wire:
         self._incoming, self._end = incoming, end
 
     def trust(self) -> None:
-        """Take as much as comes from now on."""
+        """Take as much as comes from now on: this is no stranger."""
         self._pieces.trusted = True
+        if self.place is not None:
+            self.place.leave()
 
     def outgoing(self) -> Iterator[bytes]:
         """What gRPC sends, in its own thread."""
@@ -185,6 +200,33 @@ def _status(call: Any) -> str:
     return str(call.details()) if call.done() else "timed out"
 
 
+class Pool(ThreadPoolExecutor):
+    """The threads of a server; where one cannot be started, its call fails and the server goes on."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        """Have something done, now or when a thread is free."""
+        try:
+            return super().submit(function, *args, **options)
+        except RuntimeError as error:  # which would end gRPC's own thread, and with it all serving
+            failed = Future[Any]()
+            failed.set_exception(error)
+            return failed
+
+
+def old_tls(address: str, trust: Trust) -> bool:
+    """Whether who listens there would speak TLS 1.2."""
+    context = tls.client_context(trust, pin="00" * 32)  # whatever it shows: it is this machine itself
+    context.minimum_version = ssl.TLSVersion.MINIMUM_SUPPORTED
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with (
+        suppress(ssl.SSLError, ConnectionError),
+        socket.create_connection(split(address), tls.OPENING) as plain,
+        context.wrap_socket(plain),
+    ):
+        return True
+    return False
+
+
 class Listener:
     """Takes streams and hands each, in a thread of its own, to a handler."""
 
@@ -201,9 +243,9 @@ class Listener:
         With `certificates`, those who come must show one of the authority. gRPC says nothing of those whom TLS refuses.
         """
         grpc = library()
-        self._handle, self._refused, self._token = handle, refused, terms.secret()
+        self._handle, self._refused, self._token, self._room = handle, refused, terms.secret(), Room()
         trust = None if terms.insecure else terms.certificates()
-        self._pool = ThreadPoolExecutor(STREAMS, thread_name_prefix="grpc")
+        self._pool = Pool(STREAMS, thread_name_prefix="grpc")
         self._server = grpc.server(self._pool, options=OPTIONS, maximum_concurrent_rpcs=STREAMS)
         handler = grpc.stream_stream_rpc_method_handler(self._carry)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
@@ -222,6 +264,12 @@ class Listener:
             raise ShoalError(f"cannot listen on {address}: {line(str(error))}") from error
         self._server.start()
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        if trust and old_tls(self.address, trust):
+            self.close()
+            raise ShoalError(
+                "gRPC would take TLS 1.2 here, since it was loaded before Shoal could forbid that: set "
+                f"GRPC_SSL_CIPHER_SUITES={CIPHERS} in the environment, or choose the link websocket"
+            )
 
     def _carry(self, incoming: Iterator[bytes], context: Any) -> Iterator[bytes]:
         """Carry one stream: what this returns is what is sent on it."""
@@ -242,7 +290,12 @@ class Listener:
 
         wire = Wire(peer)
         wire.begin(incoming, end)
+        if (place := self._room.enter(peer.rpartition(":")[0], wire.close)) is None:
+            self._refused(peer, FULL)
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, FULL)
+        wire.place = place
         context.add_callback(wire.close)
+        context.add_callback(place.leave)
         threading.Thread(target=self._handle, args=(wire,), name="connection", daemon=True).start()
         return wire.outgoing()
 

@@ -24,9 +24,9 @@ class Stream:
         self.connection = connection
         self._turn = threading.Lock()
         self.peer = "?"
-        with suppress(OSError):
+        connection.setblocking(False)
+        with suppress(OSError):  # it may be gone again
             self.peer = "{}:{}".format(*connection.getpeername()[:2])
-            connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def read(self, size: int, seconds: float | None = None) -> bytes:
@@ -39,6 +39,26 @@ class Stream:
                 except LATER as error:
                     events = select.POLLOUT if isinstance(error, ssl.SSLWantWriteError) else select.POLLIN
             self._wait(events, limit)
+
+    def peek(self, limit: float) -> bytes:
+        """Wait until a time for the first byte, and leave it there; none: the other side has ended."""
+        while True:
+            try:
+                return self.connection.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:
+                self._wait(select.POLLIN, limit)
+
+    def secure(self, context: ssl.SSLContext, limit: float) -> None:
+        """Put TLS on it, as the side that listens, until a time."""
+        with self._turn:
+            self.connection = context.wrap_socket(self.connection, server_side=True, do_handshake_on_connect=False)
+            secured: ssl.SSLSocket = self.connection
+        while True:
+            try:
+                secured.do_handshake()
+                return
+            except LATER as error:
+                self._wait(select.POLLOUT if isinstance(error, ssl.SSLWantWriteError) else select.POLLIN, limit)
 
     def write(self, data: Buffer) -> None:
         """Send all of it."""
@@ -73,9 +93,13 @@ class Stream:
                 self._wait(select.POLLIN, limit)
         self.close()
 
-    def close(self) -> None:
-        """Cut it at once, also under threads that wait for it."""
+    def cut(self) -> None:
+        """End it under the thread that reads it, which closes it."""
         with suppress(OSError):
             socket.socket.shutdown(self.connection, socket.SHUT_RDWR)  # past TLS, which may be in use
+
+    def close(self) -> None:
+        """Cut it at once, also under threads that wait for it."""
+        self.cut()
         with self._turn:
             self.connection.close()

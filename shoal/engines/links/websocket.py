@@ -22,6 +22,7 @@ from shoal.engines.links import tls
 from shoal.engines.links.certificates import cluster_extra
 from shoal.engines.links.pieces import GREATEST, PIECE, STRANGER
 from shoal.engines.links.stream import Stream
+from shoal.engines.links.strangers import FULL, PUT_OUT, Place, Room
 from shoal.engines.links.terms import Terms, line, split
 from shoal.engines.links.tls import OPENING
 
@@ -30,6 +31,8 @@ READING = 256 << 10  # bytes that are taken in at once
 RECORD = b"\x16"  # the first byte of TLS (RFC 8446, section 5.1)
 PLAIN, SECURE = "TLS is on at this machine, and the other side sends plain text", "TLS is off at this machine"
 SILENT = "it did not say in time what it wants"
+THREADLESS = "this machine starts no more threads"
+AGAIN = 0.05  # seconds before one more is taken where that failed
 REFUSED = 1008  # the code of a policy that was violated (RFC 6455, section 7.4.1)
 QUIET = logging.getLogger("shoal.link")
 QUIET.addHandler(logging.NullHandler())
@@ -51,9 +54,9 @@ class Wire:
 
     guarded = True
 
-    def __init__(self, stream: Stream, protocol: Any, binding: str = "") -> None:
+    def __init__(self, stream: Stream, protocol: Any, binding: str = "", place: Place | None = None) -> None:
         """Take over a connection; `binding` names the server's certificate, empty without TLS."""
-        self.stream, self.protocol, self.binding = stream, protocol, binding
+        self.stream, self.protocol, self.binding, self._place = stream, protocol, binding, place
         self._library = library()
         self.peer = stream.peer
         self._sending = threading.Lock()  # frames leave one after the other
@@ -69,8 +72,10 @@ class Wire:
         return self.stream.connection
 
     def trust(self) -> None:
-        """Take as much as comes from now on."""
+        """Take as much as comes from now on: this is no stranger."""
         self._trusted = True
+        if self._place is not None:
+            self._place.leave()
 
     def flush(self) -> None:
         """Send what the protocol has to say by itself."""
@@ -229,7 +234,7 @@ class Listener:
         library()
         trust = None if terms.insecure else terms.certificates()
         self._context = tls.server_context(trust, certificates) if trust else None
-        self._handle, self._refused = handle, refused
+        self._handle, self._refused, self._room = handle, refused, Room()
         host, port = split(address)
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -246,42 +251,58 @@ class Listener:
     def _listen(self) -> None:
         while not self._closed.is_set():
             try:
-                connection, _ = self._socket.accept()
+                connection, (host, port, *_) = self._socket.accept()
             except TimeoutError:
                 continue
             except OSError:  # such as one that went away again, or too many open files
-                self._closed.wait(0.05)
+                self._closed.wait(AGAIN)
                 continue
-            threading.Thread(target=self._take, args=(connection,), name="connection", daemon=True).start()
+            peer, stream = f"{host}:{port}", Stream(connection)
+            if (place := self._room.enter(host, stream.cut)) is None:
+                self._refused(peer, FULL)
+                stream.close()
+                continue
+            try:
+                threading.Thread(target=self._take, args=(stream, peer, place), name="connection", daemon=True).start()
+            except RuntimeError:
+                self._refused(peer, THREADLESS)
+                stream.close()
+                place.leave()
+                self._closed.wait(AGAIN)
 
-    def _take(self, connection: socket.socket) -> None:
-        """Put TLS on a new connection where it is due, open a websocket on it, and see that whatever fails is told."""
-        peer = "a stranger"
+    def _take(self, stream: Stream, peer: str, place: Place) -> None:
+        """See what becomes of a new connection, and that whatever fails is told."""
         try:
-            peer = "{}:{}".format(*connection.getpeername()[:2])
-            connection.settimeout(OPENING)
-            first = connection.recv(1, socket.MSG_PEEK)
-            if first and (first == RECORD) != (self._context is not None):
-                told = PLAIN if self._context else SECURE
-                connection.sendall(f"HTTP/1.1 400 Refused\r\nContent-Length: {len(told)}\r\n\r\n{told}".encode())
-                raise Refused(f"the other side {'does not speak' if self._context else 'speaks'} TLS")
-            if first and self._context:
-                connection = self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
-                connection.do_handshake()
-            wire = Wire(Stream(connection), library().server.ServerProtocol(max_size=GREATEST, logger=QUIET))
-            answered = self._open(wire)
+            wire = self._begin(stream, place)
         except (OSError, ShoalError) as error:
-            self._refused(peer, SILENT if isinstance(error, TimeoutError) else tls.explain(error))
-            Stream(connection).part(PARTING)
-            return
-        if answered:
-            self._handle(wire)
+            told = SILENT if isinstance(error, TimeoutError) else tls.explain(error)
+            self._refused(peer, PUT_OUT if place.wanted else told)
+            stream.part(PARTING)
         else:
-            wire.stream.part(PARTING)
+            if wire is not None:
+                self._handle(wire)
+            else:
+                stream.part(PARTING)
+        finally:
+            place.leave()
 
-    def _open(self, wire: Wire) -> bool:
+    def _begin(self, stream: Stream, place: Place) -> Wire | None:
+        """Put TLS on a new connection where it is due, and open a websocket on it."""
+        limit = time.monotonic() + OPENING
+        first = stream.peek(limit)
+        if first and (first == RECORD) != (self._context is not None):
+            told = PLAIN if self._context else SECURE
+            stream.write(f"HTTP/1.1 400 Refused\r\nContent-Length: {len(told)}\r\n\r\n{told}".encode())
+            raise Refused(f"the other side {'does not speak' if self._context else 'speaks'} TLS")
+        if first and self._context:
+            stream.secure(self._context, limit)
+        protocol = library().server.ServerProtocol(max_size=GREATEST, logger=QUIET)
+        wire = Wire(stream, protocol, place=place)
+        return wire if self._open(wire, limit) else None
+
+    def _open(self, wire: Wire, limit: float) -> bool:
         """Open the websocket (RFC 6455, section 4.2); who goes away without a word is no news."""
-        protocol, limit = wire.protocol, time.monotonic() + OPENING
+        protocol = wire.protocol
         while (request := wire.event()) is None and protocol.handshake_exc is None:
             wire.take(limit - time.monotonic())
         if request is not None:
