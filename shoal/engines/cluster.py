@@ -67,7 +67,6 @@ class Cluster:
         self.turns = self.lives = 0
         self.failure: ShoalError | None = None
         self.answers = Once()
-        self._standins = threading.local()
         self._news = threading.Condition()
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -87,7 +86,7 @@ class Cluster:
 
     def _start(self, target: Callable[..., None], *args: Any) -> None:
         thread = threading.Thread(target=target, args=args, name="node", daemon=True)
-        self._threads.append(thread)
+        self._threads = [*(other for other in self._threads if other.is_alive()), thread]
         thread.start()
 
     def serve(self, name: str, make: Callable[..., Any], *args: Any) -> Any:
@@ -193,18 +192,15 @@ class Cluster:
         raise ServiceLost(f"no link to {worker} for {self.options.deadline:g} s")
 
     def _call(self, service: str, method: str, args: list[Any]) -> Any:
-        """Call a service from this thread, which has stand-ins of its own; while its worker begins again, wait."""
+        """Call a service; while its worker begins again, wait."""
         if method.startswith("_"):
             raise ShoalError(f"{method} is no method for others")
-        standins = self._standins.__dict__
-        if service not in standins:
-            if service not in self.names():
-                raise ShoalError(f"there is no service {service!r}")
-            standins[service] = self.here.standin(service)
+        if service not in self.names():
+            raise ShoalError(f"there is no service {service!r}")
         limit = time.monotonic() + self.options.deadline
         while True:
             try:
-                return getattr(standins[service], method)(*args)
+                return self.here.call(service, method, args)
             except ServiceLost:
                 if time.monotonic() > limit or self._closed.wait(0.05):
                     raise

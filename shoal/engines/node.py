@@ -70,7 +70,6 @@ class Node:
         self.failures: dict[str, str] = {}
         self.turns = Once()
         self.relays: dict[str, Relay] = {}
-        self._standins = threading.local()
         self._arrived = threading.Condition()
         self._change = threading.RLock()  # of the engine: by the head's wish, by deaths, by the end
         self._left = time.monotonic()  # when the last session ended
@@ -195,15 +194,11 @@ class Node:
         self.turns.ask(name, number, lambda: engine.turn(name))
 
     def _call(self, service: str, method: str, args: list[Any]) -> Any:
-        """Call a service that lives here, from this thread, which has stand-ins of its own."""
+        """Call a service that lives here."""
         engine = self.engine
         if engine is None or service not in engine.options.homes or method.startswith("_"):
             raise ShoalError(f"there is no {service}.{method} on this node")
-        known = self._standins.__dict__
-        key = f"{id(engine)} {service}"
-        if key not in known:
-            known[key] = engine.standin(service)
-        return getattr(known[key], method)(*args)
+        return engine.call(service, method, args)
 
     def release(self, run: str) -> None:
         """End the workers of a run, which is over."""

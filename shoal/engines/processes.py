@@ -54,6 +54,7 @@ class Processes:
         self._observers: dict[str, tuple[threading.Thread, Activity]] = {}
         self._threads: list[threading.Thread] = []
         self._pipes: list[Pipe] = []  # the head's own, for calls into workers
+        self._spare: dict[str, list[Any]] = {}  # stand-ins by service that no call is using
         self._selector = selectors.DefaultSelector()
         self._stopped = threading.Event()
         self._bell, self._shelf = Bell(), Shelf()
@@ -79,7 +80,28 @@ class Processes:
         """A new stand-in for a service, for one thread of the head."""
         if name in self.local:
             return self.local[name]
-        return Remote(name, lambda: self._call_into(self.options.homes[name]), Activity(HEAD))
+        mine: list[Pipe] = []
+
+        def connect() -> Pipe:
+            for before in mine:  # which failed
+                before.close()
+                self._pipes.remove(before)
+            mine[:] = [self._call_into(self.options.homes[name])]
+            return mine[0]
+
+        return Remote(name, connect, Activity(HEAD))
+
+    def call(self, name: str, method: str, args: list[Any]) -> Any:
+        """Call a service from any thread; there are as many stand-ins, and pipes, as calls at a time."""
+        spare = self._spare.setdefault(name, [])
+        try:
+            standin = spare.pop()
+        except IndexError:
+            standin = self.standin(name)
+        try:
+            return getattr(standin, method)(*args)
+        finally:
+            spare.append(standin)
 
     def share(self, name: str, tree: Mapping[str, Array]) -> Any:
         """Copy arrays into memory that is handed to every worker which names it in its arguments."""
@@ -159,7 +181,7 @@ class Processes:
                 name="calls",
                 daemon=True,
             )
-            self._threads.append(thread)
+            self._threads = [*(other for other in self._threads if other.is_alive()), thread]
             thread.start()
             return end
         other = pipe.socket
