@@ -183,6 +183,14 @@ def test_node_takes_part_in_the_run_of_a_file(shell: Any, tmp_path: Path, monkey
     assert (terms.name, terms.link, terms.trust, terms.insecure) == ("one", "grpc", "folder", False)
 
 
+def test_node_refuses_a_pin_in_plain_text(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[Any] = []
+    monkeypatch.setattr("shoal.engines.node.work", lambda *args: heard.append(args))
+    code, _, errors = shell("node", "--join", "10.0.0.1:7700", "--pin", "00" * 32, "--insecure")
+    assert (code, heard) == (2, [])
+    assert "--insecure sends plain text" in errors
+
+
 def test_node_takes_the_name_of_this_machine_and_the_folder_in_the_home(
     shell: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

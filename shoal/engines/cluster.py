@@ -17,7 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.errors import DeadlineExceeded, Refused, ServiceFailed, ServiceLost, ShoalError, Stalled, WorkerFailed
+from shoal.core.errors import (
+    DeadlineExceeded,
+    Refused,
+    ServiceFailed,
+    ServiceLost,
+    ShoalError,
+    Stalled,
+    WireError,
+    WorkerFailed,
+)
 from shoal.core.randomness import derive
 from shoal.core.recipe import describe, path_of, services_in
 from shoal.core.types import Array, Work
@@ -56,6 +65,7 @@ class Cluster:
             )
         for address in addresses:
             self.terms.check(address)
+        self.terms.warn()
         self.here = Processes(options, nursery)
         self.run_name = secrets.token_hex(8)
         self.stations: dict[str, Station] = {}
@@ -164,10 +174,8 @@ class Cluster:
             channel, number, *call = args
             return self.answers.ask(channel, number, lambda: self._call(*call))
         if kind == "report":
-            run, report, lines, ended, failures, starting = args
-            if (station := self.stations.get(node)) is not None and run == self.run_name:
-                station.report, station.lines, station.failures = report, lines, failures
-                station.ended, station.starting = set(ended), starting
+            if (station := self.stations.get(node)) is not None:
+                station.hear(args, self.run_name, self.recipes, self.places)
             return None
         raise ShoalError(f"the head does not know {kind!r}")
 
@@ -183,6 +191,8 @@ class Cluster:
         while (left := limit - time.monotonic()) > 0:
             self._arrange()
             station = self.stations.get(self.places.get(worker, HERE))
+            if self.failure is not None:
+                raise self.failure
             if station is None or station.session is None or worker not in (station.told or ()):
                 with self._news:
                     self._news.wait(0.02)
@@ -304,6 +314,8 @@ class Cluster:
             others = [other for other in self.stations.values() if other.slots]
             if not others and not self.network.listen and not self.network.here:
                 self.failure = Refused(reason)
+        except WireError as error:  # it would be no smaller the next time
+            self.failure = ShoalError(f"node {station.name} cannot be told its work: {error}")
         except (ServiceLost, DeadlineExceeded) as error:
             session.close(str(error))
         finally:

@@ -31,6 +31,7 @@ from shoal.engines.once import Once
 from shoal.engines.options import Options
 from shoal.engines.processes import Processes
 from shoal.engines.relay import Relay, Relayed
+from shoal.engines.reports import LINE, TEXT
 
 log = logging.getLogger("shoal")
 REPORT = 0.5  # seconds between reports to the head
@@ -251,10 +252,11 @@ class Node:
         """Tell the head about the workers, which is a sign of life as well."""
         engine = self.engine
         workers = {} if engine is None else engine.report()
-        lines = {} if engine is None else {name: worker.line for name, worker in [*engine.workers.items()]}
+        lines = {} if engine is None else {name: worker.line[:LINE] for name, worker in [*engine.workers.items()]}
         ended = [] if engine is None else [name for name, worker in [*engine.workers.items()] if worker.ended]
         starting = engine is not None and engine.starting()
-        session.tell("report", self.run, workers, lines, ended, self.failures, starting)
+        failures = {name: text[-TEXT:] for name, text in [*self.failures.items()]}  # the end of it says what was raised
+        session.tell("report", self.run, workers, lines, ended, failures, starting)
 
     def close(self) -> None:
         """End everything."""
@@ -321,6 +323,7 @@ def work(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
     gate = None
+    terms.warn()
     try:
         if listen_at:
             gate = listen(node, listen_at, terms)

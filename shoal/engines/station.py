@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from shoal.core.errors import Refused
 from shoal.core.types import Array
+from shoal.engines import reports
 from shoal.engines.links.session import Session
 
 if TYPE_CHECKING:
     from shoal.engines.cluster import Cluster
+
+log = logging.getLogger("shoal")
 
 
 @dataclass
@@ -29,6 +34,25 @@ class Station:
     starting: bool = False
     renewed: bool = True  # whether its workers have begun since the services they call did
     telling: bool = False  # whether a thread is telling it what to hold
+    refused: int = 0  # reports that made no sense
+
+    def hear(self, args: list[Any], run: str, workers: Collection[str], places: Mapping[str, str]) -> None:
+        """Take a report about workers of a run, or refuse it, which is told ever more rarely."""
+        try:
+            told = reports.read(args)
+            if told.run != run:  # of a run before this one
+                return
+            if strangers := told.names() - {*workers}:
+                raise Refused(f"{min(strangers)} is no worker of this run")
+        except Refused as error:
+            self.refused += 1
+            if self.refused.bit_count() == 1:  # the first, the second, the fourth, …
+                log.warning("refused a report of node %s, number %d of them: %s", self.name, self.refused, error)
+            raise
+        mine = {*(self.told or ()), *(name for name, node in places.items() if node == self.name)}
+        self.report, self.lines, self.starting = dict(told.workers), told.lines, told.starting
+        self.failures = {name: text for name, text in told.failures.items() if name in mine}
+        self.ended = mine & {*told.ended}  # of others it cannot know
 
 
 class Away:

@@ -138,7 +138,7 @@ class Recorder:
             "target": self.experiment.evaluation.target,
             "metrics": self.newest,
             "workers": workers,
-            "checkpoint": saved and {"steps": saved["steps"], "age": time.time() - saved["time"]},
+            "checkpoint": saved and {"steps": saved["steps"], "age": news["seconds"] - saved["seconds"]},
             "problem": self.problem,
         }
 

@@ -21,7 +21,7 @@ class Journal:
         """Stop the run when an evaluation reaches the target, if there is one; go on from a saved state."""
         state = state or {}
         self.target = target
-        self.started = time.time() - state.get("seconds", 0.0)
+        self.started: float = time.monotonic() - state.get("seconds", 0.0)
         self.first_update: float | None = state.get("first_update")  # seconds after the start
         self.counts = {"steps": 0, "updates": 0, "episodes": 0, "faults": 0, **state.get("counts", {})}
         self.metrics: dict[str, float] = dict(state.get("metrics", {}))  # the newest
@@ -37,7 +37,7 @@ class Journal:
     def learned(self, steps: int, updates: int, metrics: Mapping[str, float]) -> bool:
         """Take the learner's progress; True: end the run."""
         if updates and self.first_update is None:
-            self.first_update = time.time() - self.started
+            self.first_update = self._seconds()
         self.counts["steps"], self.counts["updates"] = steps, updates
         self.metrics.update(metrics)
         for name, value in metrics.items():
@@ -56,7 +56,7 @@ class Journal:
         if problem:
             self.report(problem)
         else:
-            self.checkpoint = {"steps": steps, "time": time.time()}
+            self.checkpoint = {"steps": steps, "seconds": self._seconds()}
 
     def acted(self, episodes: list[Any], faults: list[str], choices: Sequence[list[float]] = ()) -> None:
         """Take an actor's episodes as [score, length, …], what broke, and its bandits' pulls as [arm, score]."""
@@ -77,7 +77,7 @@ class Journal:
 
     def evaluated(self, result: Mapping[str, Any]) -> bool:
         """Take an evaluation: `steps` that produced the weights, `mean`, `scores` and metrics; True: no more wanted."""
-        self.evaluations.append({**result, "seconds": time.time() - self.started})
+        self.evaluations.append({**result, "seconds": self._seconds()})
         if self.target is not None and result["mean"] >= self.target:
             self.stop("target")
         return bool(self.stopped_by)
@@ -115,7 +115,7 @@ class Journal:
         """Everything, for the summary."""
         return {
             **self.counts,
-            "seconds": time.time() - self.started,
+            "seconds": self._seconds(),
             "first_update": self.first_update,
             "metrics": dict(self.metrics),
             "return": _mean([score for score, _ in self.episodes]),
@@ -124,10 +124,14 @@ class Journal:
             "stopped_by": self.stopped_by,
         }
 
+    def _seconds(self) -> float:
+        """Since the beginning, by a clock that nobody sets."""
+        return time.monotonic() - self.started
+
     def state(self) -> Mapping[str, Any]:
         """What a resumed run goes on from."""
         return {
-            "seconds": time.time() - self.started,
+            "seconds": self._seconds(),
             "first_update": self.first_update,
             "counts": dict(self.counts),
             "metrics": dict(self.metrics),

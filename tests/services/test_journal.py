@@ -14,7 +14,7 @@ from shoal.services.journal import Journal
 def clock(monkeypatch):
     """A clock that stands until it is set."""
     now = [1000.0]
-    monkeypatch.setattr(module.time, "time", lambda: now[0])
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -106,6 +106,20 @@ def test_times_are_counted_from_the_beginning(clock):
     assert snapshot["evaluations"] == [{"steps": 20, "mean": 1.5, "scores": [1.0, 2.0], "seconds": 6.0}]
 
 
+def test_a_clock_that_is_set_changes_no_duration(clock, monkeypatch):
+    wall = [5000.0]
+    monkeypatch.setattr(module.time, "time", lambda: wall[0])
+    journal = Journal()
+    wall[0], clock[0] = 1.0, 1002.0
+    journal.learned(10, 1, {})
+    journal.evaluated({"steps": 10, "mean": 1.0})
+    journal.saved(10, "")
+    snapshot, state = journal.snapshot(), journal.state()
+    found = [snapshot["seconds"], snapshot["first_update"], snapshot["evaluations"][0]["seconds"], state["seconds"]]
+    assert found == [2.0] * 4
+    assert journal.drain()["checkpoint"] == {"steps": 10, "seconds": 2.0}
+
+
 def test_a_snapshot_is_plain_data_that_does_not_change_afterwards():
     journal = Journal(target=5)
     journal.learned(10, 1, {"loss": 1.0})
@@ -160,8 +174,9 @@ def test_a_learner_that_went_back_takes_later_scores_with_it():
 
 def test_checkpoints_and_what_kept_them_from_the_disk_are_told(clock):
     journal = Journal()
+    clock[0] = 1005.0
     journal.saved(100, "")
     journal.saved(200, "no space left")
     news = journal.drain()
-    assert news["checkpoint"] == {"steps": 100, "time": 1000.0}
+    assert news["checkpoint"] == {"steps": 100, "seconds": 5.0}
     assert news["faults_told"] == ["no space left"]

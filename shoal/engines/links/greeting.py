@@ -28,7 +28,7 @@ log = logging.getLogger("shoal")
 BACK_OFF = (0.25, 10.0)  # seconds before a link is tried again: at first, and at most
 GREETING = 20.0  # seconds for the handshake
 LIMIT = 1 << 30  # bytes of the largest frame after it
-FACTS = {"wire": VERSION, "shoal": version("shoal")}
+FACTS: dict[str, str | int] = {"wire": VERSION, "shoal": version("shoal")}
 Answer = Callable[[Session, str, list[Any]], Any]
 
 

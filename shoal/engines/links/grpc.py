@@ -21,14 +21,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 from shoal.core.errors import DeadlineExceeded, ServiceLost, ShoalError
 from shoal.core.wire import Buffer
 from shoal.engines.links import tls
 from shoal.engines.links.certificates import Trust
 from shoal.engines.links.pieces import PIECE, Pieces, cut
-from shoal.engines.links.strangers import FULL, Place, Room
+from shoal.engines.links.strangers import CROWDED, THREADLESS, Place, Room
 from shoal.engines.links.terms import Terms, line, split
 
 SERVICE, METHOD = "shoal.Link", "Carry"
@@ -277,9 +277,7 @@ class Listener:
         peer = context.peer().partition(":")[2]
         told = str(dict(context.invocation_metadata()).get(PROOF, ""))
         if not hmac.compare_digest(told.encode(), prove(self._token, told.partition(".")[0]).encode()):
-            reason = "the token is not the same on both sides"
-            self._refused(peer, reason)
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
+            self._abort(peer, context, "the token is not the same on both sides")
 
         def end(reason: str) -> None:
             if reason:
@@ -291,13 +289,27 @@ class Listener:
         wire = Wire(peer)
         wire.begin(incoming, end)
         if (place := self._room.enter(peer.rpartition(":")[0], wire.close)) is None:
-            self._refused(peer, FULL)
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, FULL)
+            self._abort(peer, context, CROWDED)
+
+        def leave() -> None:
+            wire.close()
+            place.leave()
+
         wire.place = place
-        context.add_callback(wire.close)
-        context.add_callback(place.leave)
-        threading.Thread(target=self._handle, args=(wire,), name="connection", daemon=True).start()
+        if not context.add_callback(leave):
+            leave()
+        try:
+            threading.Thread(target=self._handle, args=(wire,), name="connection", daemon=True).start()
+        except RuntimeError:
+            leave()
+            self._abort(peer, context, THREADLESS)
         return wire.outgoing()
+
+    def _abort(self, peer: str, context: Any, reason: str) -> NoReturn:
+        """Refuse a stream."""
+        self._refused(peer, reason)
+        context.abort(library().StatusCode.UNAUTHENTICATED, reason)
+        raise AssertionError("what aborts a stream raises")
 
     def close(self) -> None:
         """Take no more streams; those that stand are ended."""

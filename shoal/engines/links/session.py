@@ -20,6 +20,7 @@ from typing import Any
 
 from shoal.core import wire
 from shoal.core.errors import DeadlineExceeded, ServiceFailed, ServiceLost, ShoalError, WireError
+from shoal.engines.links.strangers import THREADLESS
 
 ANSWERING = 8  # threads that answer the other side's calls
 WAITING = 1024  # calls of the other side that may wait for one of them
@@ -59,7 +60,7 @@ class Session:
                 thread.start()
         except RuntimeError as error:
             self._threads = [thread for thread in self._threads if thread.ident is not None]
-            self.close("this machine starts no more threads")
+            self.close(THREADLESS)
             raise ServiceLost(self.lost) from error
 
     def call(self, kind: str, *args: Any, seconds: float) -> Any:

@@ -1,4 +1,4 @@
-"""Those who have not shown who they are: how many may be here at once, and how much is said of those who are refused."""
+"""Those who have not shown who they are: how many may be here at once, and what is said of those who are refused."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from collections.abc import Callable
 from contextlib import suppress
 
 PLACES = 64  # strangers at once
-GOING = 0.5  # seconds in which one who is put out has to be gone
+GOING = 1.0  # seconds in which one who is put out has to be gone
 PUT_OUT = "it took too long while others waited: only so many may be here who are not known yet"
-FULL = "too many are here already who are not known yet"
+CROWDED = "too many are here already who are not known yet"
+THREADLESS = "this machine starts no more threads"
 FULLY, WINDOW = 10, 10.0  # refusals that are told one by one in so many seconds; the others are counted
 
 
@@ -43,10 +44,11 @@ class Room:
         """A place, or None where nobody makes way in time."""
         with self._change:
             if len(self._places) >= PLACES:
-                crowd, _ = Counter(place.host for place in self._places).most_common(1)[0]
-                oldest = next(place for place in self._places if place.host == crowd)
-                oldest.wanted = True
-                oldest.put_out()
+                staying = [place for place in self._places if not place.wanted]  # the others are about to go
+                crowd = Counter(place.host for place in staying).most_common(1)
+                for oldest in [place for place in staying if place.host == crowd[0][0]][:1]:
+                    oldest.wanted = True
+                    oldest.put_out()
                 if not self._change.wait_for(lambda: len(self._places) < PLACES, GOING):
                     return None
             place = Place(self, host, put_out)

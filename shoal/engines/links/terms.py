@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from shoal.core.errors import SettingsError, ShoalError
 from shoal.engines.links.certificates import Trust, read_token
 from shoal.engines.links.handshake import TOKEN_LENGTH
 
+log = logging.getLogger("shoal")
 # On loopback without a trust folder anyone on the machine may connect, so there is no secret to keep.
 OPEN = "anyone on this machine"
 
@@ -26,6 +28,20 @@ class Terms:
     link: str = "websocket"
     rank: int = 0  # of this machine among `world`, for links that count machines
     world: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what contradicts itself."""
+        if self.insecure and self.pin:
+            raise SettingsError(
+                "--insecure sends plain text, in which nobody shows the certificate that --pin names: leave out one "
+                "of the two"
+            )
+
+    def warn(self) -> None:
+        """Say where nothing is encrypted because somebody wished so."""
+        if self.insecure:
+            others = "" if self.token or self.trust else "; without a token, whoever reaches the port can take part"
+            log.warning("insecure: nothing is encrypted, and whoever is on the way can read along%s", others)
 
     @property
     def secure(self) -> bool:

@@ -169,8 +169,7 @@ def _join(address: str, terms: Terms, name: str) -> None:
         )
     _leave()
     if is_loopback(host):  # otherwise other machines could reach it, whatever the address of the head
-        os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ |= {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}  # whatever they were before
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=THREADS, rpc_timeout=SENDING, init_method=f"{SCHEME}://{host}:{port}"
     )

@@ -21,8 +21,8 @@ from shoal.core.wire import Buffer
 from shoal.engines.links import tls
 from shoal.engines.links.certificates import cluster_extra
 from shoal.engines.links.pieces import GREATEST, PIECE, STRANGER
+from shoal.engines.links.strangers import CROWDED, PUT_OUT, THREADLESS, Place, Room
 from shoal.engines.links.stream import Stream
-from shoal.engines.links.strangers import FULL, PUT_OUT, Place, Room
 from shoal.engines.links.terms import Terms, line, split
 from shoal.engines.links.tls import OPENING
 
@@ -31,7 +31,6 @@ READING = 256 << 10  # bytes that are taken in at once
 RECORD = b"\x16"  # the first byte of TLS (RFC 8446, section 5.1)
 PLAIN, SECURE = "TLS is on at this machine, and the other side sends plain text", "TLS is off at this machine"
 SILENT = "it did not say in time what it wants"
-THREADLESS = "this machine starts no more threads"
 AGAIN = 0.05  # seconds before one more is taken where that failed
 REFUSED = 1008  # the code of a policy that was violated (RFC 6455, section 7.4.1)
 QUIET = logging.getLogger("shoal.link")
@@ -259,7 +258,7 @@ class Listener:
                 continue
             peer, stream = f"{host}:{port}", Stream(connection)
             if (place := self._room.enter(host, stream.cut)) is None:
-                self._refused(peer, FULL)
+                self._refused(peer, CROWDED)
                 stream.close()
                 continue
             try:

@@ -32,7 +32,7 @@ class Cable:
     def __init__(self, target: str) -> None:
         self.target = split(target)
         self.listening = socket.create_server(("127.0.0.1", 0))
-        self.address = "127.0.0.1:{}".format(self.listening.getsockname()[1])
+        self.address = f"127.0.0.1:{self.listening.getsockname()[1]}"
         self.ends: list[socket.socket] = []
         self.threads = [threading.Thread(target=self._accept)]
         self.threads[0].start()

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from shoal.core import wire
 from shoal.core.errors import DeadlineExceeded, ServiceLost
+from shoal.engines.links import session as session_module
 from shoal.engines.links.session import ANSWERING, Session
+from tests.pace import seconds
 
 
 class Stuck:
@@ -82,7 +85,9 @@ class Whole:
         return frame
 
 
-def test_answers_arrive_while_every_thread_waits_for_one() -> None:
+@pytest.mark.parametrize("room", [session_module.FULL, 100])
+def test_answers_arrive_while_every_thread_waits_for_one(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    monkeypatch.setattr(session_module, "FULL", room)
     one, two = Straight(), Straight()
     one.other, two.other = two, one
     asked = threading.Barrier(2 * ANSWERING)
@@ -121,3 +126,66 @@ def test_a_slow_call_holds_up_no_other() -> None:
     for session in sessions:
         session.close()
         session.join()
+
+
+class Fed(Straight):
+    """A link over which calls of one size come, and what is sent is kept."""
+
+    def __init__(self, calls: int, size: int) -> None:
+        super().__init__()
+        self.taken, self.sent = 0, queue.SimpleQueue[bytes]()
+        for number in range(calls):
+            self.frames.put(b"".join(wire.encode(["call", number, "work", ["x" * size]])))  # type: ignore[arg-type]
+
+    def receive(self, seconds: float | None = None) -> bytes:
+        frame = super().receive(seconds)
+        self.taken += 1
+        return frame
+
+    def send(self, frame: bytes) -> None:
+        self.sent.put(frame)
+
+
+def settled(link: Fed) -> int:
+    """How many frames a session takes before it takes no more for a while."""
+    seen = -1
+    while seen != link.taken:
+        seen = link.taken
+        threading.Event().wait(seconds(0.2))
+    return seen
+
+
+def test_no_more_is_read_while_calls_of_many_bytes_are_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "FULL", 2500)
+    link, release = Fed(40, 1000), threading.Event()
+    session = Session(link, Whole(), lambda *_: release.wait(seconds(20)))
+    session.silence = 0.1  # which is not the other side's, while nothing is read
+    assert settled(link) == 3
+    release.set()
+    assert sorted(wire.decode(link.sent.get(timeout=seconds(20)))[1] for _ in range(40)) == [*range(40)]
+    session.close()
+    session.join()
+
+
+def test_calls_of_too_many_bytes_end_a_session_where_an_answer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "FULL", 2500)
+    monkeypatch.setattr(session_module, "MOST", 10_000)
+    link, release = Fed(40, 1000), threading.Event()
+    session = Session(link, Whole(), lambda *_: release.wait(seconds(20)))
+    assert settled(link) == 3
+    with pytest.raises(ServiceLost, match="calls of more than 10000 B at once"):  # it is read on, for the answer
+        session.call("describe", seconds=seconds(20))
+    assert link.taken < 12
+    release.set()
+    session.join()
+
+
+def test_calls_that_are_never_answered_end_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "FULL", 2500)
+    monkeypatch.setattr(session_module, "PAUSE", 0.2)
+    release = threading.Event()
+    session = Session(Fed(40, 1000), Whole(), lambda *_: release.wait(seconds(20)))
+    assert session.closed.wait(seconds(20))
+    assert "were not answered within 0.2 s" in session.lost
+    release.set()
+    session.join()

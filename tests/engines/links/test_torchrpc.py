@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
+from torch.distributed import rpc
 
-from shoal.core.errors import SettingsError
+from shoal.core.errors import ServiceLost, SettingsError
 from shoal.engines.links import find, torchrpc
 from shoal.engines.links.terms import Terms
 
@@ -22,6 +24,17 @@ def test_what_makes_no_sense_is_told_at_once(case: str) -> None:
     address, terms, told = WRONG[case]
     with pytest.raises(SettingsError, match=told):
         torchrpc.dial(address, Terms("node", link="torchrpc", **terms))
+
+
+def test_on_loopback_no_other_interface_is_used_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin(*args: Any, **options: Any) -> None:
+        raise RuntimeError(f"{os.environ['TP_SOCKET_IFNAME']} {os.environ['GLOO_SOCKET_IFNAME']}")
+
+    for name in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "eth0")
+    monkeypatch.setattr(rpc, "init_rpc", begin)
+    with pytest.raises(ServiceLost, match="does not answer: lo lo$"):
+        torchrpc.dial("127.0.0.1:7700", Terms("node", link="torchrpc", rank=1, world=2))
 
 
 def test_a_head_has_to_know_how_many_will_come() -> None:
