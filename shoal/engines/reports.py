@@ -61,5 +61,6 @@ def read(args: list[Any]) -> Report:
         return FORM.validate_python(args)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise Refused(f"{where or 'its form'}: {first['msg'].lower()}"[:LINE]) from None
+        place, *inside = first["loc"] or ("its form",)
+        name = Report._fields[place] if isinstance(place, int) and place < len(Report._fields) else "its form"
+        raise Refused(f"{'.'.join(map(str, [name, *inside]))}: {first['msg'].lower()}"[:LINE]) from None
