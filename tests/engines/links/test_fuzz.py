@@ -1,4 +1,4 @@
-"""A hundred thousand mutated messages: only declared errors come of them, and the node serves on."""
+"""Mutated messages, a million of them in the long form: only declared errors come of them, and the node serves on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from shoal.engines.links.terms import OPEN, Terms
 from shoal.engines.node import Node
 from tests.engines.links.conftest import Standing
 
-INSIDE, ORDERS, OUTSIDE = 100_000, 30_000, 100_000  # frames decoded, orders answered, frames over real connections
 ENDING = 0.02  # of these, frames that may end their connection; the others can only be refused
 ODD: list[Any] = [
     None, True, -1, 2**70, 1.5, float("nan"), "", "hold", "\ud800\x00", [], [[]], {}, {"$": 0}, {"name": "os:system"},
@@ -31,7 +30,10 @@ IDLE = ["tests.engines.programs:idle", [{"value": 1}], {"s": {"make": "os:system
 ORDER: list[list[Any]] = [
     ["describe", []],
     ["hold", ["run", {"deadline": 1.0, "seed": 3}, [], ["shelf"], {"w": IDLE}, {}]],
-    ["hold", ["run", {"restartable": ["a"]}, ["os:system", [], {}], [], {}, {"b": {"x": np.zeros(3)}}]],
+    [
+        "hold",
+        ["run", {"restartable": ["a"]}, ["os:system", [], {}], [], {}, {"b": {"x": np.zeros(3), "y": np.ones(9)}}],
+    ],
     ["turn", ["w", 1]],
     ["service", ["shelf", "get", ["key"]]],
     ["release", ["run"]],
@@ -130,12 +132,13 @@ class Silent:
         self.ended.set()
 
 
-def test_mutated_frames_raise_only_what_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [20_000, pytest.param(1_000_000, marks=pytest.mark.long)])
+def test_mutated_frames_raise_only_what_is_declared(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     rng, taken = random.Random(0), 0
     made = session.Session(Silent(), Open(), lambda *_: None)
     monkeypatch.setattr(made, "_send", lambda message: None)
     try:
-        for _ in range(INSIDE):
+        for _ in range(count):
             try:
                 made._take(frame(rng))
                 taken += 1
@@ -144,13 +147,14 @@ def test_mutated_frames_raise_only_what_is_declared(monkeypatch: pytest.MonkeyPa
     finally:
         made.close()
         made.join()
-    assert 1000 < taken < INSIDE  # both ways were taken
+    assert 1000 < taken < count  # both ways were taken
 
 
-def test_mutated_orders_raise_only_what_is_declared(closed: None) -> None:
+@pytest.mark.parametrize("count", [5_000, pytest.param(300_000, marks=pytest.mark.long)])
+def test_mutated_orders_raise_only_what_is_declared(closed: None, count: int) -> None:
     rng, node, answered = random.Random(1), Node(1, ("shoal",)), 0  # `tests` is not allowed: no worker ever starts
     try:
-        for _ in range(ORDERS):
+        for _ in range(count):
             try:
                 node.answer(made_up(), *order(rng))
                 answered += 1
@@ -204,17 +208,18 @@ def spoiled_text(rng: random.Random, text: bytes) -> bytes:
     return bytes(data)
 
 
-def test_a_live_node_outlasts_mutated_frames(stand: Callable[..., Standing], closed: None) -> None:
+@pytest.mark.parametrize("count", [10_000, pytest.param(1_000_000, marks=pytest.mark.long)])
+def test_a_live_node_outlasts_mutated_frames(stand: Callable[..., Standing], closed: None, count: int) -> None:
     rng, sent = random.Random(2), 0
     head = Terms("head")
     standing = stand(Terms("node"), head, packages=("shoal",))
     for _ in range(40):
         sent += handshakes(rng, standing.address)
     standing.works()
-    while sent < OUTSIDE:
+    while sent < count:
         other = standing.meet(head)
         try:
-            while not other.closed.is_set() and sent < OUTSIDE:
+            while not other.closed.is_set() and sent < count:
                 ends = rng.random() < ENDING
                 other.link.send(other._guard.seal(frame(rng) if ends else encoded(["tell", 0, *order(rng)])))
                 sent += 1

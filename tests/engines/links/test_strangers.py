@@ -118,9 +118,7 @@ def test_who_does_not_go_keeps_his_place_and_the_next_has_none(monkeypatch: pyte
     assert room.enter("b", lambda: None) is not None
 
 
-def test_refusals_are_told_in_full_at_first_and_then_counted(
-    stand: Stand, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refusals_are_told_in_full_at_first_and_then_counted(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strangers, "WINDOW", seconds(3))
     standing = stand(Terms("node"), Terms("head"))
     for _ in range(strangers.FULLY + 25):
