@@ -33,7 +33,7 @@ def test_on_loopback_no_other_interface_is_used_whatever_the_environment_says(mo
     for name in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "eth0")
     monkeypatch.setattr(rpc, "init_rpc", begin)
-    with pytest.raises(ServiceLost, match="does not answer: lo lo$"):
+    with pytest.raises(ServiceLost, match=r"does not answer: lo lo$"):
         torchrpc.dial("127.0.0.1:7700", Terms("node", link="torchrpc", rank=1, world=2))
 
 
