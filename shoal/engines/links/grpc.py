@@ -291,17 +291,19 @@ class Listener:
         if (place := self._room.enter(peer.rpartition(":")[0], wire.close)) is None:
             self._abort(peer, context, CROWDED)
 
-        def leave() -> None:
-            wire.close()
-            place.leave()
+        def handle() -> None:
+            try:
+                self._handle(wire)
+            finally:
+                place.leave()
 
         wire.place = place
-        if not context.add_callback(leave):
-            leave()
+        if not context.add_callback(wire.close):
+            wire.close()
         try:
-            threading.Thread(target=self._handle, args=(wire,), name="connection", daemon=True).start()
+            threading.Thread(target=handle, name="connection", daemon=True).start()
         except RuntimeError:
-            leave()
+            place.leave()
             self._abort(peer, context, THREADLESS)
         return wire.outgoing()
 

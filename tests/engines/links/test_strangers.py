@@ -69,7 +69,8 @@ def test_strangers_who_stay_make_way_for_those_who_come(
         for _ in range(12):  # who know how to knock, and then say nothing
             with suppress(ShoalError):
                 wires.append(find(link).dial(standing.address, terms[1]))
-        assert sum(thread.name == "connection" for thread in threading.enumerate()) <= 5  # one is known
+        # One is known, and one who has given up his place may be about to end.
+        assert sum(thread.name == "connection" for thread in threading.enumerate()) <= 6
         other = let_in(standing, terms[1])
         assert other.call("describe", seconds=seconds(20))["slots"] == 2
         other.close()
