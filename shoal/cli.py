@@ -14,7 +14,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from shoal.core.errors import SettingsError, ShoalError
+from shoal.core.errors import SettingsError, ShoalError, nearest
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -195,6 +195,19 @@ def node(
         Optional[Path],  # noqa: UP045
         typer.Option("--for", help="With --init: a new folder for another machine, to be copied there.", metavar="DIR"),
     ] = None,
+    role: Annotated[
+        str, typer.Option(help="With --init --for: what that machine may be, node or head; or both: node,head.")
+    ] = "node",
+    rotate: Annotated[
+        bool,
+        typer.Option(
+            "--rotate", help="Replace the token and, with --name, this machine's certificate, where ca.key is."
+        ),
+    ] = False,
+    revoke: Annotated[
+        str,
+        typer.Option(help="Let in no more who shows this certificate.", metavar="FINGERPRINT|DIR"),
+    ] = "",
     listen: Annotated[str, typer.Option(help="Wait at this address for a head to come.", metavar="HOST:PORT")] = "",
     join: Annotated[str, typer.Option(help="Go to the head at this address.", metavar="HOST:PORT")] = "",
     pin: Annotated[str, typer.Option(help="With --join: the fingerprint of the head's certificate.")] = "",
@@ -210,7 +223,7 @@ def node(
     world: Annotated[int, typer.Option(help="With --link torchrpc: machines in all, with the head.", min=0)] = 0,
 ) -> None:
     """Let this machine take part in runs over the network; with a FILE, in the run that it describes."""
-    from shoal.engines.links.certificates import FOLDER, initialise, issue
+    from shoal.engines.links.certificates import FOLDER
 
     if file:
         from shoal.experiment import load
@@ -219,12 +232,12 @@ def node(
         join = join or ("" if listen else network.listen)
         link, world, insecure = network.link, network.world, insecure or network.insecure
         folder = folder or (Path(network.trust) if network.trust else None)
-    if init + bool(listen) + bool(join) != 1:
+    if init + rotate + bool(revoke) + bool(listen) + bool(join) != 1:
         raise SettingsError(
             "say what this machine shall do: --listen, --join or a file with network.listen, or --init before the "
-            "first time"
+            "first time; --rotate or --revoke to shut out a machine that was lost"
         )
-    if not init:
+    if listen or join:
         from shoal import topology
         from shoal.engines import links
         from shoal.engines import node as nodes
@@ -238,8 +251,38 @@ def node(
         terms = Terms(who, trust, pin, secret, insecure, link, rank, world)
         nodes.work(listen, join, terms, slots or int(usable_cores()), ("shoal", *(allow or [])), topology.MODULES)
         return
+    if init:
+        make_trust(folder, name or [], for_, role)
+    else:
+        shut_out(folder or FOLDER, name or [], revoke)
+
+
+def shut_out(folder: Path, names: list[str], revoked: str) -> None:
+    """Revoke a certificate; or replace the token and, under names, this machine's certificate."""
+    from shoal.engines.links.certificates import revoke, rotate
+
+    if revoked:
+        typer.echo(f"revoked {revoke(folder, revoked)}")
+        typer.echo(
+            f"copy {folder / 'revoked'} to the trust folders of the other machines: it counts from the next connection "
+            "on\nthat machine knows the token as well: replace it with shoal node --rotate"
+        )
+        return
+    typer.echo(f"new token in {folder}; fingerprint: {rotate(folder, names)}")
+    typer.echo(f"copy {folder / 'token'} to the trust folders of the machines that stay: it counts from now on")
+
+
+def make_trust(folder: Path | None, name: list[str], for_: Path | None, role: str) -> None:
+    """Make a trust folder of this machine, or of another, and say what to do with it."""
+    from shoal.engines.links.certificates import FOLDER, ROLES, initialise, issue
+
+    roles = role.split(",")
+    if unknown := [each for each in roles if each not in ROLES]:
+        raise SettingsError(
+            f"there is no role {unknown[0]!r}: choose of {', '.join(ROLES)}{nearest(unknown[0], ROLES)}"
+        )
     where, again = (folder, f" --folder {folder}") if folder else (FOLDER, "")
-    made = issue(where, for_, name or []) if for_ else initialise(where, name or [socket.gethostname()])
+    made = issue(where, for_, name, roles=roles) if for_ else initialise(where, name or [socket.gethostname()])
     typer.echo(f"made {made.folder}: {', '.join(sorted(path.name for path in made.folder.iterdir()))}")
     typer.echo(f"for {', '.join(made.names)}; until {made.expires:%Y-%m-%d}\nfingerprint: {made.fingerprint}")
     if for_:

@@ -213,7 +213,7 @@ def federated(experiment: Experiment, engine: Any, run: Path, state: Mapping[str
     for group in groups(experiment):
         store = serve_store(experiment, engine, f"{group}/store") if experiment.replay else None
         block = engine.share(f"{group}/block", tree)
-        given = (block, desk.parameters, desk.journal, desk.checkpoints, store, averager, group)
+        given = (block, None, desk.journal, None, store, averager, group)  # the overseer publishes and saves
         for index in range(experiment.actor_count):
             engine.run(f"{group}/gradient-{index}", gradient, experiment, index, *given)
     return "overseer"

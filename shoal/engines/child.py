@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from shoal.core.errors import DeadlineExceeded, Fatal, ServiceFailed, ServiceLost, ShoalError, WireError
+from shoal.core.errors import DeadlineExceeded, Fatal, Refused, ServiceFailed, ServiceLost, ShoalError, WireError
 from shoal.core.randomness import Randomness, seed_everything
 from shoal.core.recipe import allow, find, rebuild
+from shoal.core.rights import Rights
 from shoal.core.wire import shared_size
 from shoal.engines.block import opened
 from shoal.engines.driving import Activity, Bell, Local, advance, drive, stacks
@@ -63,13 +64,22 @@ class Remote:
         return call
 
 
-def answer_calls(pipe: Pipe, services: Mapping[str, Any], ready: threading.Event, bell: Bell, shelf: Shelf) -> None:
-    """Answer one caller until it goes; a broken caller harms only itself."""
+def answer_calls(
+    pipe: Pipe,
+    services: Mapping[str, Any],
+    ready: threading.Event,
+    bell: Bell,
+    shelf: Shelf,
+    rights: Rights | None,
+) -> None:
+    """Answer one caller until it goes; a broken caller harms only itself, and none has all rights but the head."""
     ready.wait()
     try:
         while True:
             (name, method, args), _ = pipe.receive(copy=False)
             try:
+                if rights is not None:
+                    rights.check(name, method)
                 function = getattr(services[name], method)
                 value = function(*args)
                 if getattr(function, "settled", False) and shared_size(value) >= LARGE:
@@ -78,6 +88,8 @@ def answer_calls(pipe: Pipe, services: Mapping[str, Any], ready: threading.Event
                     pipe.send((True, value))
             except (ServiceLost, WireError):
                 raise
+            except Refused as error:
+                pipe.send((False, str(error)))
             except Exception:
                 pipe.send((False, traceback.format_exc()))
             else:
@@ -106,6 +118,7 @@ class Child:
             pipe.set_deadline(self.start["deadline"])
         self.activity = Activity(self.start["name"])
         self.services: dict[str, Local] = {}
+        self.refused: dict[str, int] = {}  # calls to services here that were not the caller's to make
         self.bell, self.shelf = Bell(), Shelf()
         self.ready = threading.Event()
         self.stopped = threading.Event()
@@ -121,12 +134,14 @@ class Child:
         """Do what the head says; its silence for good is an order to end."""
         try:
             while not self.stopped.is_set():
-                (order,), descriptors = self.control.receive()
+                (order, *rest), descriptors = self.control.receive()
                 if order == "link":
+                    caller, named = rest
+                    rights = None if named is None else Rights(caller, named, self.refused)
                     pipe = Pipe(socket.socket(fileno=descriptors[0]))
                     threading.Thread(
                         target=answer_calls,
-                        args=(pipe, self.services, self.ready, self.bell, self.shelf),
+                        args=(pipe, self.services, self.ready, self.bell, self.shelf, rights),
                         name="calls",
                         daemon=True,
                     ).start()
@@ -145,11 +160,15 @@ class Child:
         timer.daemon = True
         timer.start()
 
+    def _tell(self) -> None:
+        refused = {"refused": self.refused.copy()} if self.refused else {}
+        self.say("beat", {**self.activity.as_dict(), **refused}, self.activity.describe())
+
     def beat(self) -> None:
         """Give signs of life."""
         try:
             while True:
-                self.say("beat", self.activity.as_dict(), self.activity.describe())
+                self._tell()
                 if self.stopped.wait(BEAT):
                     return
         except ShoalError:
@@ -188,7 +207,7 @@ class Child:
         finally:
             work.close()
         if self.activity.ended:
-            self.say("beat", self.activity.as_dict(), self.activity.describe())
+            self._tell()
             self.say("ended")
         self.stopped.wait()
 

@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -29,6 +29,7 @@ from shoal.core.errors import (
 )
 from shoal.core.randomness import derive
 from shoal.core.recipe import describe, path_of, services_in
+from shoal.core.rights import Named, Rights, rights_of, with_services
 from shoal.core.types import Array, Work
 from shoal.engines.driving import Patience
 from shoal.engines.links.greeting import Answer, Gate, keep_meeting
@@ -39,11 +40,12 @@ from shoal.engines.once import Once
 from shoal.engines.options import Machines, Options
 from shoal.engines.placement import HERE, place
 from shoal.engines.processes import HEAD, Processes
-from shoal.engines.station import Away, Shared, Station
+from shoal.engines.station import About, Away, Shared, Station, read_about
 from shoal.engines.worker import recipe_of
 
 log = logging.getLogger("shoal")
 BEAT = 1.0  # seconds between signs of life
+UNWANTED = 1000  # names of nodes that are logged when they are refused
 SHARED = ("seed", "lockstep", "restarts", "deadline", "stall", "silence")  # options that nodes are told
 
 
@@ -56,7 +58,7 @@ class Cluster:
         self.options, self.machines, self.network = options, machines, machines.network
         network = self.network
         self.terms = Terms(
-            "head", network.trust, insecure=network.insecure, link=network.link, rank=0, world=network.world
+            "head", network.trust, insecure=network.insecure, link=network.link, world=network.world, role="head"
         )
         addresses = [*machines.nodes, *filter(None, [self.network.listen])]
         if not addresses:
@@ -67,9 +69,10 @@ class Cluster:
             self.terms.check(address)
         self.terms.warn()
         self.here = Processes(options, nursery)
-        self.run_name = secrets.token_hex(8)
+        self.run_name = secrets.token_hex(16)  # a secret: by it a node knows this head again
         self.stations: dict[str, Station] = {}
-        self.recipes: dict[str, tuple[str, list[Any]]] = {}
+        self.recipes: dict[str, tuple[str, list[Any], Named]] = {}
+        self.rights: dict[str, Rights] = {}  # of the workers that nodes were told to hold
         self.places: dict[str, str] = {}  # worker → node
         self.placed: dict[str, dict[str, Any]] = {}  # worker that may roam → services to make there
         self.shared: dict[str, Shared] = {}
@@ -77,6 +80,7 @@ class Cluster:
         self.turns = self.lives = 0
         self.failure: ShoalError | None = None
         self.answers = Once()
+        self._unwanted: dict[str, str] = {}  # why nodes that came were refused, by name
         self._news = threading.Condition()
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -85,7 +89,7 @@ class Cluster:
             self._start(self._keep_in_touch, address)
         if self.network.listen:
             self.gate = Gate(
-                self.network.listen, self.terms, self._answering, self._joined, self._refused, certificates=False
+                self.network.listen, self.terms, self._answering, self._welcome, self._refused, certificates=False
             )
             log.info("nodes may join at %s", self.gate.address)
 
@@ -124,7 +128,7 @@ class Cluster:
             self.order.append(name)
         if self._roams(name):
             with self._news:
-                self.recipes[name] = path_of(work), [describe(arg) for arg in args]
+                self.recipes[name] = path_of(work), [describe(arg) for arg in args], rights_of(work, args)
         else:
             self.here.run(name, work, *args)
 
@@ -138,22 +142,34 @@ class Cluster:
     def _refused(self, peer: str, reason: str) -> None:
         log.warning("refused %s: %s", peer, reason)
 
+    def _welcome(self, name: str, session: Session) -> None:
+        """Take a node in that joined; why it is not wanted is logged once, since it will try again."""
+        try:
+            self._joined(name, session)
+        except ShoalError as error:
+            if self._unwanted.get(name) != str(error) and len(self._unwanted) < UNWANTED:
+                self._unwanted[name] = str(error)
+                self._refused(f"{name} at {session.link.peer}", str(error))
+
     def _joined(self, name: str, session: Session) -> None:
         """Take a node in, and stay with it until its link ends."""
         session.silence = self.options.silence
         try:
-            about = session.call("describe", seconds=self.options.deadline)
-            slots = int(about["slots"])
-        except (ShoalError, KeyError, TypeError, ValueError) as error:
+            about = self._ask_about(name, session)
+            with self._news:
+                self._check_life(name, about["life"])
+                station = self.stations.setdefault(name, Station(name))
+                before, station.session, station.told = station.session, session, None
+                station.life, station.slots = about["life"], about["slots"]
+                self._news.notify_all()
+        except ShoalError as error:
+            with suppress(ShoalError):  # an answer says that it was heard
+                session.call("refused", str(error), seconds=5.0)
             session.close(str(error))
-            return
-        with self._news:
-            station = self.stations.setdefault(name, Station(name))
-            before, station.session, station.slots, station.told = station.session, session, slots, None
-            self._news.notify_all()
+            raise
         if before is not None:
             before.close("another link took its place")
-        log.info("node %s with %d slots is here", name, slots)
+        log.info("node %s with %d slots is here", name, station.slots)
         while not session.closed.wait(BEAT):  # nobody else waits for this link, should it take nothing any more
             with suppress(ServiceLost):
                 session.tell("beat")
@@ -164,26 +180,60 @@ class Cluster:
                     log.warning("node %s is away: %s", name, session.lost)
         session.join()
 
-    def _answering(self, name: str) -> Answer:
-        return lambda _, kind, args: self._answer(name, kind, args)
+    def _ask_about(self, name: str, session: Session) -> About:
+        """What a node says of itself, as soon as it is free: until then it waits for a head that it has lost."""
+        told = False
+        while True:
+            about = read_about(session.call("describe", seconds=self.options.deadline))
+            known = self.stations.get(name)
+            if not about["busy"] or (known is not None and known.life == about["life"]):
+                return about
+            if not told:
+                log.warning("node %s is kept for another head, which is away, for %.0f s more", name, about["busy"])
+            told = True
+            if session.closed.wait(min(about["busy"], BEAT)) or self._closed.is_set():
+                raise ServiceLost(f"the link was lost: {session.lost}")
 
-    def _answer(self, node: str, kind: str, args: list[Any]) -> Any:
-        """Answer a node."""
+    def _check_life(self, name: str, life: str) -> None:
+        """Refuse a second node of a name, and a node that is here under another name already."""
+        for station in self.stations.values():
+            if station.session is None or station.session.closed.is_set():
+                continue
+            if station.name == name and station.life != life:
+                raise Refused(f"another node is here under the name {name}: give this one another, with --name")
+            if station.name != name and station.life == life:
+                raise Refused(f"this node is here already, under the name {station.name}")
+
+    def _answering(self, name: str) -> Answer:
+        return lambda session, kind, args: self._answer(name, session, kind, args)
+
+    def _answer(self, node: str, session: Session, kind: str, args: list[Any]) -> Any:
+        """Answer a node that was taken in, over the link that it was taken in by."""
+        station = self.stations.get(node)
+        if station is None or station.session is not session:
+            if kind == "report":  # a sign of life of one that comes or goes
+                return None
+            raise Refused(f"node {node} is not here by this link")
         if kind == "call":
-            self._check_home(node, args[0].rpartition("-")[0])
-            channel, number, *call = args
-            return self.answers.ask(channel, number, lambda: self._call(*call))
+            return self._answer_call(station, args)
         if kind == "report":
-            if (station := self.stations.get(node)) is not None:
-                station.hear(args, self.run_name, self.recipes, self.places)
+            station.hear(args, self.run_name, self.recipes, self.places)
+            self._forget(name for name in station.ended if self.places.get(name) == node)
             return None
         raise ShoalError(f"the head does not know {kind!r}")
 
-    def _check_home(self, node: str, worker: str) -> None:
-        """Refuse what a worker still has to say that began again elsewhere while its node was away."""
-        told = self.stations[node].told or []  # one that is moved may speak until its node has been told
-        if self.places.get(worker) != node and worker not in told:
-            raise Refused(f"{worker} does not live on node {node} any more")
+    def _answer_call(self, station: Station, args: list[Any]) -> Any:
+        """Do what a worker on a node asks for, if it lives there and its recipe names that."""
+        if [type(arg) for arg in args] != [str, int, str, str, list]:
+            raise Refused("call: a channel, a number, a service, a method and arguments were expected")
+        channel, number, service, method, given = args
+        worker, _, life = channel.rpartition("-")
+        told = station.told or []  # one that is moved may speak until its node has been told
+        rights = self.rights.get(worker)
+        if rights is None or (self.places.get(worker) != station.name and worker not in told):
+            raise Refused(f"{worker:.200} does not live on node {station.name}, or does not any more")
+        rights.check(service, method)
+        return self.answers.ask(worker, life, number, lambda: self._call(service, method, given))
 
     def reach(self, worker: str, kind: str, *args: Any) -> Any:
         """Call the node where a worker lives; while it has none, or its link is down, wait."""
@@ -203,8 +253,6 @@ class Cluster:
 
     def _call(self, service: str, method: str, args: list[Any]) -> Any:
         """Call a service; while its worker begins again, wait."""
-        if method.startswith("_"):
-            raise ShoalError(f"{method} is no method for others")
         if service not in self.names():
             raise ShoalError(f"there is no service {service!r}")
         limit = time.monotonic() + self.options.deadline
@@ -296,17 +344,19 @@ class Cluster:
         sets = {key: [*getattr(self.options, key)] for key in ("restartable", "relays")}
         shared = {key: getattr(self.options, key) for key in SHARED} | sets
         check = [*self.machines.check] if self.machines.check else []
-        recipes = {name: [*self.recipes[name], self.placed.get(name, {})] for name in wanted}
+        recipes = {name: self._recipe(name) for name in wanted}
         named = {service for name in wanted for arg in self.recipes[name][1] for service in services_in(arg)}
         blocks = {name: block.tree for name, block in self.shared.items() if name in named}
         try:
             if not station.renewed:
                 session.call("hold", self.run_name, shared, check, self.names(), {}, {}, seconds=self.options.deadline)
                 station.renewed = True
+                self._forget(wanted)  # whose lives are over
             told = [shared, check, self.names(), recipes, blocks]
             session.call("hold", self.run_name, *told, seconds=self.options.deadline)
             if station.session is session and station.renewed:
                 station.told, station.starting = wanted, True  # until it reports
+                self._forget(name for name in self.rights if self.places.get(name, HERE) == HERE)
         except ServiceFailed as error:  # do without a node that cannot do its part
             reason = f"node {station.name} refuses its part: {error}"
             log.warning("%s", reason)
@@ -320,6 +370,19 @@ class Cluster:
             session.close(str(error))
         finally:
             station.telling = False
+
+    def _forget(self, workers: Iterable[str]) -> None:
+        """Drop the answers that were kept for workers of nodes, in case they had to ask again."""
+        for name in [*workers]:
+            self.answers.forget(name)
+
+    def _recipe(self, name: str) -> list[Any]:
+        """A worker as a node is told of it: path, arguments, services that live with it, and its rights."""
+        path, args, named = self.recipes[name]
+        made = self.placed.get(name, {})
+        named = with_services(named, made)
+        self.rights[name] = Rights(name, named, self.here.refused)
+        return [path, args, made, named]
 
     def _give_turns(self) -> None:
         """Let every worker take one turn, in the order in which they were started, wherever they are."""
@@ -364,12 +427,16 @@ class Cluster:
     def report(self) -> Mapping[str, Any]:
         """What each worker has done with its time, and where."""
         remote = {
-            name: {**told, "node": station.name, "away": station.session is None}
+            name: {**told, "node": station.name, "away": station.session is None, **self._told_refused(name)}
             for station in [*self.stations.values()]
             for name, told in [*station.report.items()]
             if self.places.get(name) == station.name
         }
         return {**self.here.report(), **remote}
+
+    def _told_refused(self, worker: str) -> dict[str, int]:
+        count = self.here.refused.get(worker, 0)
+        return {"refused": count} if count else {}
 
     def close(self) -> None:
         """End everything, on every machine that can be reached."""

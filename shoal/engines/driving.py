@@ -6,11 +6,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.core.errors import Stalled
+from shoal.core.rights import Rights, rights_of
 from shoal.core.types import Work, settled
 
 SHORTEST, LONGEST = 0.0002, 0.05  # seconds between two looks of a waiting worker
@@ -140,6 +141,38 @@ class Local:
             settled(call)
         self.__dict__[method] = call
         return call
+
+
+class Granted:
+    """A service in the same process as one worker sees it: what its recipe does not name is refused."""
+
+    def __init__(self, standin: Local, rights: Rights) -> None:
+        """Look at a stand-in that others use as well."""
+        self._service, self._standin, self._rights = standin._service, standin, rights
+
+    def __getattr__(self, method: str) -> Any:
+        """Find a method of the service; this is asked once for each."""
+        if method.startswith("_"):
+            raise AttributeError(method)
+        self._rights.check(self._service, method)
+        self.__dict__[method] = found = getattr(self._standin, method)
+        return found
+
+
+def granted(name: str, work: Callable[..., Work], args: Sequence[Any]) -> list[Any]:
+    """The arguments of a worker in this process, with its own view of every service among them."""
+    rights = Rights(name, rights_of(work, args), {})
+
+    def view(value: Any) -> Any:
+        if isinstance(value, Local):
+            return Granted(value, rights)
+        if isinstance(value, list | tuple):
+            return [view(item) for item in value]
+        if isinstance(value, dict):
+            return {key: view(item) for key, item in value.items()}
+        return value
+
+    return [view(arg) for arg in args]
 
 
 def advance(work: Work, activity: Activity) -> bool | None:

@@ -19,6 +19,7 @@ import numpy as np
 from shoal.core.errors import DeadlineExceeded, Fatal, ServiceFailed, ServiceLost, ShoalError, WireError
 from shoal.core.randomness import Randomness, seed_everything
 from shoal.core.recipe import allow, find, rebuild
+from shoal.core.rights import Rights
 from shoal.core.types import Work
 from shoal.core.wire import TYPES, shared_size
 from shoal.engines.block import Layout, opened
@@ -54,14 +55,28 @@ def plain(value: Any) -> Any:
 class Hosted:
     """A stand-in for a service in an actor."""
 
-    def __init__(self, name: str, handle: Callable[[], Any], activity: Activity, deadline: float) -> None:
-        """Ask for the actor at every call, since a handle that outlives its connection keeps a socket open."""
+    def __init__(
+        self,
+        name: str,
+        handle: Callable[[], Any],
+        activity: Activity,
+        deadline: float,
+        rights: Rights | None = None,
+    ) -> None:
+        """Ask for the actor at every call, since a handle that outlives its connection keeps a socket open.
+
+        Rights are checked here and not where calls are answered: whoever takes part in a Ray cluster can run code
+        anywhere in it, so that this finds mistakes and no attackers. The head has all.
+        """
         self._service, self._handle, self._activity, self._deadline = name, handle, activity, deadline
+        self._rights = rights
 
     def __getattr__(self, method: str) -> Any:
         """Find a method of the service."""
         if method.startswith("_"):
             raise AttributeError(method)
+        if self._rights is not None:
+            self._rights.check(self._service, method)
         name = f"{self._service}.{method}"
 
         def call(*args: Any) -> Any:
@@ -116,6 +131,8 @@ class Host:
         self.activity = Activity(start["name"])
         self.blocks: dict[str, Any] = {}
         self.services: dict[str, Local] = {}
+        self.refused: dict[str, int] = {}  # calls of the worker that its recipe does not name
+        self.rights = None if start["rights"] is None else Rights(start["name"], start["rights"], self.refused)
         self.bell = Bell()
         self.ready = threading.Event()
         self.stopped = threading.Event()
@@ -193,7 +210,10 @@ class Host:
         """How things stand."""
         return {
             "number": self.number,
-            "activity": self.activity.as_dict(),
+            "activity": {
+                **self.activity.as_dict(),
+                **({"refused": sum(self.refused.values())} if self.refused else {}),
+            },
             "line": self.activity.describe(),
             "ready": self.work is not None,
             "ended": self.activity.ended,
@@ -250,7 +270,7 @@ class Host:
             return self.services[name]
         name_there, deadline = self.start["actors"][name], self.start["deadline"]
         found = cache(lambda: look_up(name_there, self.start["namespace"], deadline))
-        return Hosted(name, found, self.activity, deadline)
+        return Hosted(name, found, self.activity, deadline, self.rights)
 
     def caller(self) -> Activity | None:
         """The worker, where it is the one that calls a service here."""

@@ -9,7 +9,7 @@ from typing import Any
 from shoal.core.randomness import Randomness, derive
 from shoal.core.types import Array, Work
 from shoal.engines.block import private
-from shoal.engines.driving import Activity, Local, Patience, advance, moves_of
+from shoal.engines.driving import Activity, Local, Patience, advance, granted, moves_of
 from shoal.engines.options import Options
 
 
@@ -34,7 +34,7 @@ class Inline:
 
     def run(self, name: str, work: Callable[..., Work], *args: Any) -> None:
         """Make a worker."""
-        self.workers[name] = (work(*args), Randomness(derive(self.options.seed, name)))
+        self.workers[name] = (work(*granted(name, work, args)), Randomness(derive(self.options.seed, name)))
         self.activities[name] = Activity(name)
 
     def wait(self, *names: str) -> None:

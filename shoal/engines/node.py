@@ -25,7 +25,7 @@ from shoal.engines import orders
 from shoal.engines.driving import Local
 from shoal.engines.links.greeting import Gate, keep_meeting
 from shoal.engines.links.session import Session
-from shoal.engines.links.terms import Terms
+from shoal.engines.links.terms import Terms, line
 from shoal.engines.nursery import Nursery
 from shoal.engines.once import Once
 from shoal.engines.options import Options
@@ -35,6 +35,7 @@ from shoal.engines.reports import LINE, TEXT
 
 log = logging.getLogger("shoal")
 REPORT = 0.5  # seconds between reports to the head
+REASONS = 100  # for which heads did not want this node, that are logged
 PATIENCE = 120.0  # seconds without the head after which its workers are ended
 
 
@@ -63,6 +64,7 @@ class Node:
     def __init__(self, slots: int, packages: tuple[str, ...] = ("shoal",), modules: tuple[str, ...] = ()) -> None:
         """Begin with nothing; only what the packages hold is ever made here."""
         self.slots, self.packages, self.modules = slots, packages, modules
+        self.life = secrets.token_hex(8)  # tells it from another node of its name
         self.nursery: Nursery | None = Nursery(modules)  # loads the libraries before anyone asks
         self.session: Session | None = None
         self.run = ""  # whose workers these are
@@ -82,7 +84,10 @@ class Node:
         """Be there for whoever came over this link, until it ends."""
         while not session.closed.wait(REPORT):  # nobody else waits for this link, should it take nothing any more
             with suppress(ShoalError):
-                self._report(session)
+                if session is self.session:
+                    self._report(session)
+                else:  # no other head hears whose workers are here
+                    session.tell("report", "", {}, {}, [], {}, False)
         with self._arrived:
             if self.session is session:
                 self.session, self._left = None, time.monotonic()
@@ -106,7 +111,12 @@ class Node:
         """Do what the head says, if it makes sense."""
         args = orders.read(kind, args)
         if kind == "describe":
-            return {"slots": self.slots, "run": self.run}
+            return {"slots": self.slots, "life": self.life, "busy": self._kept_for()}
+        if kind == "refused":
+            session.refused = line(args[0])
+            return None
+        if kind != "beat":
+            self._check_head(session, args[0] if kind in ("hold", "release") else None)
         if kind == "hold":
             return self.hold(session, *args)
         if kind == "turn":
@@ -130,7 +140,7 @@ class Node:
         workers: Mapping[str, Any],
         blocks: Mapping[str, Any],
     ) -> None:
-        """Have exactly these workers, as [path, arguments, services that live with it] by name."""
+        """Have exactly these workers, as [path, arguments, services that live with it, rights] by name."""
         orders.inspect(workers, check, self.packages)
         if check and run != self.run:
             path, args, expected = check
@@ -146,7 +156,7 @@ class Node:
             if self.engine is None:
                 nursery, self.nursery = self.nursery or Nursery(self.modules), None
                 self.engine = Processes(self.options, nursery, self._services)
-            self.engine.placed = {name: made for name, (_, _, made) in workers.items() if made}
+            self.engine.placed = {name: made for name, (_, _, made, _) in workers.items() if made}
             homes = {service: name for name, made in self.engine.placed.items() for service in made}
             self.engine.options = replace(self.options, homes=homes)
             self.engine.local = {name: Local("", None, lambda: None) for name in services if name not in homes}
@@ -161,17 +171,30 @@ class Node:
             for name, tree in blocks.items():
                 if name not in self.engine.blocks:
                     self.engine.share(name, tree)
-            for name, (path, args, _) in workers.items():
+            for name, (path, args, _, rights) in workers.items():
                 self.failures.pop(name, None)
                 if name not in self.engine.workers:
-                    self.engine.add(name, path, args)
+                    self.engine.add(name, path, args, rights)
         log.info("holds %s", ", ".join(workers) or "no workers")
 
-    def _adopt(self, session: Session, run: str) -> None:
-        """Belong to the head at the other end of this session, unless another is there."""
+    def _kept_for(self) -> float:
+        """Seconds for which this node still waits for a head that it has lost."""
+        if not self.run or self.session is not None:
+            return 0.0
+        return max(PATIENCE - (time.monotonic() - self._left), REPORT)  # until its workers have been ended
+
+    def _check_head(self, session: Session, run: str | None = None) -> None:
+        """Refuse the orders of any head but the one that this node works for, which knows the name of its run."""
         with self._arrived:
-            if self.session is not None and self.session is not session and self.run not in ("", run):
-                raise Refused("this node works for another head")
+            if session is self.session or self.run in ("", run):
+                return
+            away = f", which is away and may come back for {self._kept_for():.0f} s" if self.session is None else ""
+        raise Refused(f"this node works for another head{away}")
+
+    def _adopt(self, session: Session, run: str) -> None:
+        """Belong to the head at the other end of this session."""
+        self._check_head(session, run)
+        with self._arrived:
             before, self.session = self.session, session
             self._arrived.notify_all()
         if before is not None and before is not session:
@@ -192,7 +215,7 @@ class Node:
         engine = self.engine
         if engine is None or name not in engine.workers or not self.options.lockstep:
             raise Refused(f"{name} takes no turns on this node")
-        self.turns.ask(name, number, lambda: engine.turn(name))
+        self.turns.ask(name, "", number, lambda: engine.turn(name))
 
     def _call(self, service: str, method: str, args: list[Any]) -> Any:
         """Call a service that lives here."""
@@ -291,13 +314,22 @@ def compare(here: Mapping[str, str], there: Mapping[str, str]) -> None:
             raise Refused(f"{name} differs: {here.get(name)} on this node, {there.get(name)} at the head")
 
 
+def _stay(node: Node, session: Session, told: set[str]) -> None:
+    """Be there for a head that came; what it does not want this node for is logged once."""
+    node.stay(session)
+    if session.refused and session.refused not in told and len(told) < REASONS:
+        told.add(session.refused)
+        log.warning("the head at %s says: %s", session.link.peer, session.refused)
+
+
 def listen(node: Node, address: str, terms: Terms) -> Gate:
     """Wait for a head to come."""
+    told: set[str] = set()
     return Gate(
         address,
         terms,
         lambda _: node.answer,
-        lambda name, session: node.stay(session),
+        lambda name, session: _stay(node, session, told),
         lambda peer, reason: log.warning("refused %s: %s", peer, reason),
         certificates=True,
     )
@@ -305,10 +337,15 @@ def listen(node: Node, address: str, terms: Terms) -> Gate:
 
 def join(node: Node, address: str, terms: Terms, stopped: threading.Event) -> None:
     """Go to a head that listens, and again whenever the link is lost, until stopped."""
+    refused = ""
 
     def stay(name: str, session: Session) -> None:
-        log.info("joined %s at %s", name, address)
+        nonlocal refused
+        if not refused:
+            log.info("joined %s at %s", name, address)
         node.stay(session)
+        if refused := session.refused:
+            raise Refused(f"{address}: the head says: {refused}")
 
     keep_meeting(address, terms, node.answer, stay, stopped)
 

@@ -24,7 +24,8 @@ class Made(TypedDict):
 
 
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[ -~]+$")]  # it names memory and shows in logs
-Wanted = tuple[str, list[Any], dict[Name, Made]]
+Granted = dict[Name, list[Name] | None]  # service → methods that the worker may call; none: all public ones
+Wanted = tuple[str, list[Any], dict[Name, Made], Granted]
 Check = tuple[()] | tuple[Literal["shoal.topology:facts"], list[Any], dict[str, str]]
 Blocks = dict[Name, dict[str, np.ndarray]]
 FORMS: Mapping[str, Any] = {
@@ -35,6 +36,7 @@ FORMS: Mapping[str, Any] = {
     "stacks": tuple[()],
     "release": tuple[str],
     "beat": tuple[()],
+    "refused": tuple[Annotated[str, Field(max_length=1000)]],
 }
 ARRAYS = ConfigDict(arbitrary_types_allowed=True)
 ARGUMENTS: Mapping[str, TypeAdapter[Any]] = {kind: TypeAdapter(form, config=ARRAYS) for kind, form in FORMS.items()}
@@ -64,7 +66,7 @@ def read(kind: str, args: list[Any]) -> list[Any]:
 
 def inspect(workers: Mapping[str, Any], check: list[Any] | tuple[Any, ...], packages: tuple[str, ...]) -> None:
     """Refuse work that is not made of what the packages hold; of Shoal itself, only its workers and its services."""
-    for path, args, made in workers.values():
+    for path, args, made, _ in workers.values():
         for part, inside in [(path, WORKERS), *((service["make"], SERVICES) for service in made.values())]:
             recipe.inspect({"name": part}, packages)
             further = tuple(f"{name}." for name in packages if name != "shoal")

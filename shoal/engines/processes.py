@@ -11,6 +11,7 @@ import selectors
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from shoal.core.errors import ServiceLost, ShoalError, Stalled, WireError
 from shoal.core.randomness import derive
 from shoal.core.recipe import describe, path_of, services_in
+from shoal.core.rights import Named, Rights, rights_of, with_services
 from shoal.core.types import Array, Work
 from shoal.engines.block import Block
 from shoal.engines.child import Remote, answer_calls
@@ -50,7 +52,8 @@ class Processes:
         self.local: dict[str, Local] = {}
         self.blocks: dict[str, Block] = {}
         self.restarts: dict[str, int] = {}
-        self._early: dict[str, list[Any]] = {}  # sockets for a process that is not there yet
+        self.refused: dict[str, int] = {}  # calls to services here that were not the caller's to make
+        self._early: dict[str, list[Any]] = {}  # links for a process that is not there yet: socket, caller, its rights
         self._observers: dict[str, tuple[threading.Thread, Activity]] = {}
         self._threads: list[threading.Thread] = []
         self._pipes: list[Pipe] = []  # the head's own, for calls into workers
@@ -116,11 +119,11 @@ class Processes:
             self._observers[name] = thread, activity
             thread.start()
             return
-        self.add(name, path_of(work), [describe(arg) for arg in args])
+        self.add(name, path_of(work), [describe(arg) for arg in args], rights_of(work, args))
 
-    def add(self, name: str, work: str, args: list[Any]) -> None:
-        """Start a worker that is described by the path of its function and by recipes of its arguments."""
-        self.workers[name] = Worker(name, work, args)
+    def add(self, name: str, work: str, args: list[Any], rights: Named) -> None:
+        """Start a worker that is described by the path of its function, recipes of its arguments, and its rights."""
+        self.workers[name] = Worker(name, work, args, rights)
         self._launch(self.workers[name])
 
     def _observe(self, work: Work, activity: Activity) -> None:
@@ -167,17 +170,19 @@ class Processes:
         worker.control.send(start, tuple(descriptors))
         for end in ends:
             end.close()
-        for end in self._early.pop(worker.name, []):
-            self._hand_over(worker, end)
+        for link in self._early.pop(worker.name, []):
+            self._hand_over(worker, *link)
         self._selector.register(worker.control.socket, selectors.EVENT_READ, worker)
 
     def _connect(self, host: str, caller: str) -> Any:
-        """Return a socket whose other end is answered by the host."""
+        """Return a socket whose other end is answered by the host, as far as the caller has the right to."""
         pipe, end = Pipe.pair()
+        named = None if caller == HEAD else with_services(self.workers[caller].rights, self.placed.get(caller, {}))
         if host == HEAD:
+            rights = None if named is None else Rights(caller, named, self.refused)
             thread = threading.Thread(
                 target=answer_calls,
-                args=(pipe, self.services(caller), self._ready, self._bell, self._shelf),
+                args=(pipe, self.services(caller), self._ready, self._bell, self._shelf, rights),
                 name="calls",
                 daemon=True,
             )
@@ -186,15 +191,15 @@ class Processes:
             return end
         other = pipe.socket
         if host in self.workers and self.workers[host].control is not None:
-            self._hand_over(self.workers[host], other)
+            self._hand_over(self.workers[host], other, caller, named)
         else:
-            self._early.setdefault(host, []).append(other)
+            self._early.setdefault(host, []).append((other, caller, named))
         return end
 
-    def _hand_over(self, worker: Worker, end: Any) -> None:
+    def _hand_over(self, worker: Worker, end: Any, caller: str, named: Named | None) -> None:
         assert worker.control is not None
         with suppress(ServiceLost):  # its death is noticed where deaths are noticed
-            worker.control.send(["link"], (end.fileno(),))
+            worker.control.send(["link", caller, named], (end.fileno(),))
         end.close()
 
     def _call_into(self, host: str) -> Pipe:
@@ -332,14 +337,17 @@ class Processes:
         return f"no worker moved for {self.options.stall:g} s\n" + "\n".join(lines) + "\n" + "\n".join(parts)
 
     def report(self) -> Mapping[str, Any]:
-        """What each worker has done with its time, and how often it was started again."""
+        """What each worker has done with its time, how often it was started again, and its calls that were refused."""
+        workers = [*self.workers.values()]  # which a node asks for while it starts more
+        refused = sum((Counter(worker.activity.get("refused", {})) for worker in workers), Counter(self.refused))
         return {
-            name: {
-                **worker.activity,
-                "restarts": self.restarts.get(name, 0),
+            worker.name: {
+                **{key: value for key, value in worker.activity.items() if key != "refused"},
+                "restarts": self.restarts.get(worker.name, 0),
                 "pid": worker.pid,
+                **({"refused": refused[worker.name]} if worker.name in refused else {}),
             }
-            for name, worker in [*self.workers.items()]  # which a node asks for while it starts more
+            for worker in workers
         }
 
     def _end_process(self, worker: Worker, grace: float) -> int:
@@ -382,7 +390,7 @@ class Processes:
             if worker.control is not None:
                 self._end_process(worker, max(limit - time.monotonic(), 0.01))
         self.workers.clear()
-        for end in [*self._pipes, *(end for ends in self._early.values() for end in ends)]:
+        for end in [*self._pipes, *(link[0] for links in self._early.values() for link in links)]:
             end.close()
         for thread in [*self._threads, *(thread for thread, _ in self._observers.values())]:
             thread.join(timeout=GRACE)

@@ -20,6 +20,7 @@ from typing import Any
 from shoal.core.errors import ServiceLost, ShoalError, Stalled
 from shoal.core.randomness import derive
 from shoal.core.recipe import describe, path_of, services_in
+from shoal.core.rights import rights_of, with_services
 from shoal.core.types import Array, Work
 from shoal.engines.block import Block
 from shoal.engines.driving import Activity, Bell, Patience, drive
@@ -110,7 +111,7 @@ class Ray:
             thread.start()
             return
         with self._starting:
-            self.workers[name] = Guest(name, path_of(work), [describe(arg) for arg in args])
+            self.workers[name] = Guest(name, path_of(work), [describe(arg) for arg in args], rights_of(work, args))
 
     def _observe(self, work: Work, activity: Activity) -> None:
         try:
@@ -190,11 +191,13 @@ class Ray:
         elif worker is self.head or self._stays(worker):
             where = NodeAffinitySchedulingStrategy(self.node, soft=False)
         asked = {} if worker is self.head else request(self.room, worker.name)
+        services = self.placed.get(worker.name, {})
         start = {
             "name": worker.name,
             "work": worker.work,
             "args": worker.args,
-            "services": self.placed.get(worker.name, {}),
+            "services": services,
+            "rights": None if worker is self.head else with_services(worker.rights, services),
             "actors": {name: self._ray_name(home) for name, home in {**self.homes, **self.options.homes}.items()},
             "namespace": self.namespace,
             "seed": seed_of(self.options, worker.name, self.restarts.get(worker.name, 0)),

@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from shoal.core.errors import Refused
 from shoal.core.types import Array
@@ -18,11 +21,31 @@ if TYPE_CHECKING:
 log = logging.getLogger("shoal")
 
 
+class About(TypedDict):
+    """What a node says of itself."""
+
+    slots: Annotated[int, Field(strict=True, ge=0, le=65536)]
+    life: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]  # another for each start of a node, and told to heads only
+    busy: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]  # seconds left to a head that is away
+
+
+ABOUT = TypeAdapter(About)
+
+
+def read_about(told: Any) -> About:
+    """What a node says of itself, if it makes sense."""
+    try:
+        return ABOUT.validate_python(told)
+    except ValidationError as error:
+        raise Refused(f"a node that does not say in order what it is: {error.errors()[0]['msg'].lower()}") from None
+
+
 @dataclass
 class Station:
     """A node as the head sees it."""
 
     name: str
+    life: str = ""
     slots: int = 0
     session: Session | None = None
     left: float = 0.0  # when its link was lost

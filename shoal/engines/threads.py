@@ -11,7 +11,7 @@ from shoal.core.errors import Stalled
 from shoal.core.randomness import Randomness, derive, seed_everything
 from shoal.core.types import Array, Work
 from shoal.engines.block import private
-from shoal.engines.driving import Activity, Bell, Local, Patience, advance, drive, moves_of, stacks
+from shoal.engines.driving import Activity, Bell, Local, Patience, advance, drive, granted, moves_of, stacks
 from shoal.engines.options import Options
 
 
@@ -46,7 +46,8 @@ class Threads:
         self.activities[name] = activity = Activity(name)
         target = self._take_turns if self.options.lockstep else self._run_free
         self._turns[name] = threading.Semaphore(0), threading.Semaphore(0)
-        thread = threading.Thread(target=target, args=(work(*args), activity), name=name, daemon=True)
+        made = work(*granted(name, work, args))
+        thread = threading.Thread(target=target, args=(made, activity), name=name, daemon=True)
         self.threads[name] = thread
         thread.start()
 

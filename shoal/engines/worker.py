@@ -10,6 +10,7 @@ from typing import Any
 from shoal.core.errors import WorkerFailed
 from shoal.core.randomness import derive
 from shoal.core.recipe import describe, path_of
+from shoal.core.rights import Named
 from shoal.engines.options import Options
 from shoal.engines.pipe import Pipe
 
@@ -29,6 +30,7 @@ class Worker:
     name: str
     work: str
     args: list[Any]
+    rights: Named = field(default_factory=dict)
     pid: int = 0
     control: Pipe | None = None
     activity: dict[str, Any] = field(default_factory=dict)

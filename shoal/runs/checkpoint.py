@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.errors import SettingsError, ShoalError, nearest
+from shoal.core.errors import Refused, SettingsError, ShoalError, nearest
 from shoal.core.tree import not_finite
 from shoal.core.types import Array
 
@@ -30,6 +30,7 @@ BEST = "best"
 NEEDED = ("weights", "optimizer")
 UNFIT = (*NEEDED, "target")  # where every number must be finite
 ARRAYS = (*UNFIT, "store")
+COUNTERS = ("steps", "updates", "version", "period")  # of a state
 
 
 class Checkpoints:
@@ -41,7 +42,7 @@ class Checkpoints:
 
     def save(self, content: Mapping[str, Any]) -> str:
         """Write `weights`, `optimizer` and `state`, and remove what is older; return what went wrong, if anything."""
-        name = f"{PREFIX}{content['state']['steps']}"
+        name = f"{PREFIX}{_check(content)['steps']}"
         if problems := unfit(content):
             return f"checkpoint {name} was not saved: {problems}; the one before stays"
         try:
@@ -53,13 +54,16 @@ class Checkpoints:
 
     def save_best(self, content: Mapping[str, Any]) -> str:
         """Write the policy as the best, if its `mean` is above that of the best before; return what went wrong."""
+        mean = _check(content).get("mean")
+        if isinstance(mean, bool) or not isinstance(mean, int | float):
+            raise Refused(f"no checkpoint is made of a mean of {mean!r:.60}: it has to be a number")
         try:
             before = read_state(folder(self.run) / BEST)["mean"]
         except (OSError, ValueError, KeyError):
             before = None
-        if before is not None and before >= content["state"]["mean"]:
+        if before is not None and before >= mean:
             return ""
-        if problems := unfit(content) or ("" if math.isfinite(content["state"]["mean"]) else "its score is no number"):
+        if problems := unfit(content) or ("" if math.isfinite(mean) else "its score is no number"):
             return f"checkpoint {BEST} was not saved: {problems}; the one before stays"
         try:
             write(folder(self.run) / BEST, content)
@@ -93,6 +97,25 @@ class Checkpoints:
 def unfit(content: Mapping[str, Any]) -> str:
     """The arrays of a checkpoint that hold a number which is not finite; a run could not go on from them."""
     return ", ".join(not_finite({name: content[name] for name in UNFIT if name in content})[:5])
+
+
+def _check(content: Any) -> Mapping[str, Any]:
+    """The state of what a worker sent, if its counters are whole numbers and the rest of it is JSON.
+
+    The steps become part of a path, and a run goes on from all of it.
+    """
+    state = content.get("state") if isinstance(content, Mapping) else None
+    if not isinstance(state, Mapping):
+        raise Refused(f"no checkpoint is made without a state: a {type(state).__name__} came")
+    for name in [name for name in COUNTERS if name in state or name == "steps"]:
+        count = state.get(name)
+        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < 1 << 63:
+            raise Refused(f"no checkpoint is made of {name} {count!r:.60}: it has to be a whole number from 0 on")
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise Refused(f"no checkpoint is made of a state that is no JSON: {error}") from None
+    return state
 
 
 def folder(run: Path) -> Path:

@@ -9,12 +9,14 @@ import torch
 
 from shoal import envs
 from shoal.core.randomness import derive, seed_everything
+from shoal.core.rights import calls
 from shoal.core.settings import at
 from shoal.core.types import Work
 from shoal.workers.policy import Follower
 from shoal.workers.stream import Stream
 
 
+@calls(store=("put",), parameters=("fetch", "status"), journal=("acted",))
 def act(experiment: Any, index: int, period: int, store: Any, parameters: Any, journal: Any) -> Work:
     """Fill the store with experience of the newest policy; one unit of work is one put."""
     torch.set_num_threads(1)  # the other cores belong to the other workers

@@ -11,6 +11,7 @@ import torch
 from shoal import envs
 from shoal.core.algorithm import Algorithm
 from shoal.core.randomness import derive, seed_everything
+from shoal.core.rights import calls
 from shoal.core.tree import to_numpy, to_torch
 from shoal.core.types import INTERRUPTED, Act, Step, Work
 from shoal.workers.policy import Follower
@@ -19,6 +20,11 @@ WIDEST = 32  # environments stepped together
 PATIENCE = 200  # steps between questions whether anyone still wants to know
 
 
+@calls(
+    parameters=("status", "fetch"),
+    journal=("last_evaluated", "stopping", "acted", "evaluated", "report"),
+    checkpoints=("save_best",),
+)
 def evaluate(experiment: Any, parameters: Any, journal: Any, checkpoints: Any) -> Work:
     """Score the weights each time enough steps have passed, and the last ones; one unit of work is one score."""
     torch.set_num_threads(1)

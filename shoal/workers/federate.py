@@ -12,6 +12,7 @@ from shoal import envs
 from shoal.core.codec import Receiver, Sender
 from shoal.core.errors import Diverged
 from shoal.core.moments import at, found_in, merge, named, without
+from shoal.core.rights import calls
 from shoal.core.types import Array, Work
 from shoal.workers.learner import LOOKS, Model, Progress, Reports, Saver
 from shoal.workers.policy import pick_device
@@ -100,6 +101,12 @@ class Delegate:
             self.model.block["stop"][...] = 1
 
 
+@calls(
+    averager=("status", "newest", "stop"),
+    parameters=("publish",),
+    journal=("learned", "stopping", "state", "saved"),
+    checkpoints=("save",),
+)
 def oversee(experiment: Any, averager: Any, parameters: Any, journal: Any, checkpoints: Any) -> Work:
     """Report, publish and save the merged weights until the steps are used up or the journal says stop."""
     model = Model(experiment.algorithm, envs.spec_of(experiment.environment), pick_device("cpu"))

@@ -11,6 +11,7 @@ import torch
 
 from shoal import envs
 from shoal.core.randomness import derive, seed_everything
+from shoal.core.rights import calls
 from shoal.core.settings import at
 from shoal.core.types import Array, Work
 from shoal.workers.federate import Delegate
@@ -20,6 +21,13 @@ from shoal.workers.shared import CPU, Shared
 from shoal.workers.stream import Stream
 
 
+@calls(
+    parameters=("publish",),
+    journal=("acted", "learned", "state", "saved"),
+    checkpoints=("save",),
+    store=("put", "get", "update", "settle"),
+    averager=("join", "merge"),
+)
 def gradient(
     experiment: Any,
     index: int,

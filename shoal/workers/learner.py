@@ -15,6 +15,7 @@ import torch
 from shoal import envs
 from shoal.core.errors import Fatal
 from shoal.core.randomness import derive, seed_everything
+from shoal.core.rights import calls
 from shoal.core.settings import at
 from shoal.core.tree import flat, map_tree, not_finite, to_numpy
 from shoal.core.types import Batch, Loss, Work
@@ -39,6 +40,12 @@ class Progress:
     period: int = 0  # scheduled checkpoints so far under lockstep; each begins everyone's randomness anew
 
 
+@calls(
+    store=("status", "get", "update", "settle", "restore"),
+    parameters=("publish",),
+    journal=("learned", "went_back", "state", "saved"),
+    checkpoints=("load", "save"),
+)
 def learn(experiment: Any, store: Any, parameters: Any, journal: Any, checkpoints: Any) -> Work:
     """Update the network until the steps are used up or the journal says stop; one unit of work is one batch."""
     algorithm, lockstep = experiment.algorithm, experiment.lockstep

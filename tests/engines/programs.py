@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from shoal.core.errors import Fatal
+from shoal.core.rights import calls
 from shoal.core.types import Work
 
 
@@ -235,3 +236,19 @@ class Reader:
 
     def read(self, name: str) -> Any:
         return self.block[name].copy()
+
+
+@calls(shelf=("put",))
+def oversteps(shelf: Any, kept: Any) -> Work:
+    """Call what was declared, then what was not."""
+    shelf.put("declared", 1)
+    yield True
+    shelf.get("declared")
+    yield True
+
+
+@calls(shelf=("put", "append"))
+def looks_aside(shelf: Any, kept: Any) -> Work:
+    """Call a service that was given but not declared."""
+    kept.put("undeclared", 1)
+    yield True

@@ -143,6 +143,20 @@ def test_an_error_in_a_service_reaches_its_caller(build: Any, name: str) -> None
 
 
 @EVERY
+@pytest.mark.parametrize("work", ["oversteps", "looks_aside"])
+def test_a_worker_may_call_only_what_its_recipe_names(build: Any, name: str, work: str) -> None:
+    engine = build(name, homes={"shelf": "host"})
+    shelf, kept = engine.serve("shelf", programs.Shelf), engine.serve("kept", programs.Shelf)
+    engine.run("host", programs.idle)
+    engine.run("caller", getattr(programs, work), shelf, kept)
+    told = {"oversteps": r"shelf\.get: its recipe names shelf\.put", "looks_aside": r"kept\.put: its recipe names shelf"}
+    with pytest.raises(ShoalError, match=rf"caller may not call {told[work]}"):
+        engine.wait("caller")
+    assert shelf.get("declared") == (1 if work == "oversteps" else None)
+    assert kept.get("undeclared") is None
+
+
+@EVERY
 def test_placement_decides_the_process_of_a_service(build: Any, name: str) -> None:
     engine = build(name, homes={"there": "host"})
     here, there = engine.serve("here", programs.Shelf), engine.serve("there", programs.Shelf)

@@ -139,3 +139,43 @@ def test_rewinding_removes_what_came_after(tmp_path: Path) -> None:
     checkpoint.rewind(tmp_path, 2)
     assert names(tmp_path) == ["step_1", "step_2"]
     assert json.loads((tmp_path / "checkpoints" / "step_2" / "state.json").read_text())["steps"] == 2
+
+
+BAD_STATES: dict[str, Any] = {
+    "a way out": {"steps": "../../outside"},
+    "text": {"steps": "7"},
+    "a fraction": {"steps": 1.5},
+    "NaN": {"steps": float("nan")},
+    "a truth": {"steps": True},
+    "less than none": {"steps": -1},
+    "more than any run": {"steps": 1 << 80},
+    "nothing": {},
+    "another counter": {"steps": 1, "version": "2"},
+    "an array": {"steps": 1, "journal": {"counts": np.zeros(3)}},
+    "no mapping": [1],
+}
+
+
+@pytest.mark.parametrize("case", [*BAD_STATES])
+def test_what_a_worker_sends_chooses_no_path_and_writes_nothing(tmp_path: Path, case: str) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("mine")
+    run = tmp_path / "runs" / "one"
+    checkpoints = Checkpoints(str(run), 3)
+    state = BAD_STATES[case]
+    with pytest.raises(ShoalError, match="no checkpoint is made"):
+        checkpoints.save({**content(1), "state": state})
+    with pytest.raises(ShoalError, match="no checkpoint is made"):
+        checkpoints.save_best({**content(1), "state": {**state, "mean": 1.0} if isinstance(state, dict) else state})
+    assert [path.name for path in outside.iterdir()] == ["precious"]
+    assert not run.exists()
+
+
+@pytest.mark.parametrize("mean", [None, "9", True, [1.0]])
+def test_the_best_is_told_by_a_number(tmp_path: Path, mean: Any) -> None:
+    checkpoints = Checkpoints(str(tmp_path), 3)
+    checkpoints.save_best({**content(1), "state": {"steps": 1, "mean": 1.0}})
+    with pytest.raises(ShoalError, match="has to be a number"):
+        checkpoints.save_best({**content(2), "state": {"steps": 2, "mean": mean}})
+    assert checkpoint.read_state(checkpoint.find(tmp_path, "best"))["steps"] == 1

@@ -48,12 +48,12 @@ def meet(address: str, terms: Terms, answer: Answer) -> tuple[str, Session]:
 def keep_meeting(
     address: str, terms: Terms, answer: Answer, stay: Callable[[str, Session], None], stopped: threading.Event
 ) -> None:
-    """Connect, stay while the link lasts, and connect again, more and more rarely while nobody answers."""
+    """Connect, stay while the link lasts, and connect again, more and more rarely while that comes to nothing."""
     wait, told = BACK_OFF[0], ""
     while not stopped.is_set():
         try:
-            name, session = meet(address, terms, answer)
-        except ShoalError as error:
+            stay(*meet(address, terms, answer))
+        except ShoalError as error:  # nobody answers, or this machine is not wanted
             if str(error) != told:
                 log.warning("%s; trying again", error)
             told = str(error)
@@ -61,7 +61,7 @@ def keep_meeting(
             wait = min(2 * wait, BACK_OFF[1])
         else:
             wait, told = BACK_OFF[0], ""
-            stay(name, session)
+            stopped.wait(wait)
 
 
 class Gate:
@@ -83,7 +83,7 @@ class Gate:
         replace(terms, pin="").check(address)  # a pin is of the other's certificate, and encrypts nothing here
         trust = None if terms.insecure else terms.certificates()
         self.terms, self.binding = terms, fingerprint(trust.certificate) if trust else ""
-        self._token = terms.secret()
+        terms.secret()  # one that is missing or too short is told at once; it is read again for each who comes
         self._answer, self._welcome = answer, welcome
         self._refused = Refusals(refused)
         self.listener = links.find(terms.link).Listener(address, terms, certificates, self._take, self._refused)
@@ -92,7 +92,7 @@ class Gate:
     def _take(self, link: Any) -> None:
         peer = link.peer
         try:
-            shake = Handshake("listener", self.terms.name, self._token, FACTS, self.binding)
+            shake = Handshake("listener", self.terms.name, self.terms.secret(), FACTS, self.binding)
             name, session = _greet(link, shake, self._answer)
         except ShoalError as error:
             self._refused(peer, str(error))

@@ -18,7 +18,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from shoal.core.errors import DeadlineExceeded, ServiceLost, ShoalError
 from shoal.core.wire import Buffer
 from shoal.engines.links import tls
-from shoal.engines.links.certificates import Trust
+from shoal.engines.links.certificates import Trust, check_peer
 from shoal.engines.links.pieces import PIECE, Pieces, cut
 from shoal.engines.links.strangers import CROWDED, THREADLESS, Place, Room
 from shoal.engines.links.terms import Terms, line, split
@@ -243,8 +243,9 @@ class Listener:
         With `certificates`, those who come must show one of the authority. gRPC says nothing of those whom TLS refuses.
         """
         grpc = library()
-        self._handle, self._refused, self._token, self._room = handle, refused, terms.secret(), Room()
-        trust = None if terms.insecure else terms.certificates()
+        self._handle, self._refused, self._terms, self._room = handle, refused, terms, Room()
+        terms.secret()  # one that is missing is told at once
+        self._trust = trust = None if terms.insecure else terms.certificates()
         self._pool = Pool(STREAMS, thread_name_prefix="grpc")
         self._server = grpc.server(self._pool, options=OPTIONS, maximum_concurrent_rpcs=STREAMS)
         handler = grpc.stream_stream_rpc_method_handler(self._carry)
@@ -276,8 +277,8 @@ class Listener:
         grpc = library()
         peer = context.peer().partition(":")[2]
         told = str(dict(context.invocation_metadata()).get(PROOF, ""))
-        if not hmac.compare_digest(told.encode(), prove(self._token, told.partition(".")[0]).encode()):
-            self._abort(peer, context, "the token is not the same on both sides")
+        if reason := self._unwanted(told, context.auth_context().get("x509_pem_cert", [])):
+            self._abort(peer, context, reason)
 
         def end(reason: str) -> None:
             if reason:
@@ -312,6 +313,19 @@ class Listener:
         self._refused(peer, reason)
         context.abort(library().StatusCode.UNAUTHENTICATED, reason)
         raise AssertionError("what aborts a stream raises")
+
+    def _unwanted(self, told: str, shown: Sequence[bytes]) -> str:
+        """Why a stream is refused, by the proof that was told and the certificate that was shown."""
+        if not hmac.compare_digest(told.encode(), prove(self._terms.secret(), told.partition(".")[0]).encode()):
+            return "the token is not the same on both sides"
+        if (trust := self._trust) is None:
+            return ""
+        try:
+            for certificate in shown:
+                check_peer(ssl.PEM_cert_to_DER_cert(bytes(certificate).decode()), trust, self._terms.other)
+        except (ShoalError, ValueError) as error:
+            return line(str(error))
+        return ""
 
     def close(self) -> None:
         """Take no more streams; those that stand are ended."""

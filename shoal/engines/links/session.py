@@ -42,6 +42,7 @@ class Session:
         self.heard = time.monotonic()
         self.silence = 30.0  # seconds without a frame after which the link counts as lost
         self.lost = ""  # why it ended
+        self.refused = ""  # why the other side does not want this machine
         self.closed = threading.Event()
         self._sending = threading.Lock()
         self._numbers = itertools.count()

@@ -6,6 +6,7 @@ import ipaddress
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from shoal.core.errors import SettingsError, ShoalError
 from shoal.engines.links.certificates import Trust, read_token
@@ -28,6 +29,7 @@ class Terms:
     link: str = "websocket"
     rank: int = 0  # of this machine among `world`, for links that count machines
     world: int = 0
+    role: Literal["head", "node"] = "node"  # what this machine is, and so what the other one has to be
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself."""
@@ -47,6 +49,11 @@ class Terms:
     def secure(self) -> bool:
         """Whether this machine, when it connects, wants TLS."""
         return bool((self.trust or self.pin) and not self.insecure)
+
+    @property
+    def other(self) -> str:
+        """What the other side has to be."""
+        return "node" if self.role == "head" else "head"
 
     def certificates(self) -> Trust | None:
         """The files of the trust folder, if there is one."""

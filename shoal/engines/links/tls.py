@@ -9,7 +9,15 @@ from contextlib import suppress
 from typing import Any
 
 from shoal.core.errors import Refused, SettingsError, ShoalError
-from shoal.engines.links.certificates import Trust, check_own, cluster_extra, expiry, fingerprint, parse_fingerprint
+from shoal.engines.links.certificates import (
+    Trust,
+    check_own,
+    check_peer,
+    cluster_extra,
+    expiry,
+    fingerprint,
+    parse_fingerprint,
+)
 from shoal.engines.links.terms import Terms, split
 
 OPENING = 10.0  # seconds in which a connection must be made
@@ -35,14 +43,13 @@ ALERTS = {
 
 
 def server_context(trust: Trust, require_certificate: bool = True) -> ssl.SSLContext:
-    """TLS for the side that listens; without `require_certificate`, those who join must prove the token instead."""
+    """TLS for the side that listens; without `require_certificate`, those who show none prove the token only."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.num_tickets = 0  # nobody resumes a session
     _show(context, trust)
-    if require_certificate:
-        _believe(context, trust)
-        context.verify_mode = ssl.CERT_REQUIRED
+    _believe(context, trust)
+    context.verify_mode = ssl.CERT_REQUIRED if require_certificate else ssl.CERT_OPTIONAL
     return context
 
 
@@ -111,7 +118,9 @@ def connect(address: str, terms: Terms, protocols: tuple[str, ...] = ()) -> ssl.
     try:
         if terms.pin:
             check_pin(secure, terms.pin)
-    except Refused as error:
+        elif (trust := terms.certificates()) is not None:
+            check_peer(secure.getpeercert(binary_form=True) or b"", trust, terms.other)
+    except ShoalError as error:
         secure.close()
         raise Refused(f"{address}: {error}") from None
     return secure

@@ -19,7 +19,7 @@ from typing import Any
 from shoal.core.errors import DeadlineExceeded, Refused, ServiceLost, ShoalError, WireError
 from shoal.core.wire import Buffer
 from shoal.engines.links import tls
-from shoal.engines.links.certificates import cluster_extra
+from shoal.engines.links.certificates import check_peer, cluster_extra
 from shoal.engines.links.pieces import GREATEST, PIECE, STRANGER
 from shoal.engines.links.strangers import CROWDED, PUT_OUT, THREADLESS, Place, Room
 from shoal.engines.links.stream import Stream
@@ -215,6 +215,11 @@ def _knock(wire: Wire) -> None:
         raise ServiceLost(f"does not answer: {line(str(failure))}")
 
 
+def _say(stream: Stream, told: str) -> None:
+    """Tell who asks for a websocket why there will be none."""
+    stream.write(f"HTTP/1.1 400 Refused\r\nContent-Length: {len(told)}\r\n\r\n{told}".encode())
+
+
 class Listener:
     """Takes connections and hands each, in a thread of its own, to a handler."""
 
@@ -231,8 +236,9 @@ class Listener:
         With `certificates`, those who come must show one of the authority.
         """
         library()
-        trust = None if terms.insecure else terms.certificates()
+        self._trust = trust = None if terms.insecure else terms.certificates()
         self._context = tls.server_context(trust, certificates) if trust else None
+        self._other = terms.other
         self._handle, self._refused, self._room = handle, refused, Room()
         host, port = split(address)
         try:
@@ -290,14 +296,25 @@ class Listener:
         limit = time.monotonic() + OPENING
         first = stream.peek(limit)
         if first and (first == RECORD) != (self._context is not None):
-            told = PLAIN if self._context else SECURE
-            stream.write(f"HTTP/1.1 400 Refused\r\nContent-Length: {len(told)}\r\n\r\n{told}".encode())
+            _say(stream, PLAIN if self._context else SECURE)
             raise Refused(f"the other side {'does not speak' if self._context else 'speaks'} TLS")
         if first and self._context:
             stream.secure(self._context, limit)
+            self._check(stream)
         protocol = library().server.ServerProtocol(max_size=GREATEST, logger=QUIET)
         wire = Wire(stream, protocol, place=place)
         return wire if self._open(wire, limit) else None
+
+    def _check(self, stream: Stream) -> None:
+        """Refuse a certificate that was revoked, or is not of what should come here; who may show none is let on."""
+        assert isinstance(stream.connection, ssl.SSLSocket)
+        shown = stream.connection.getpeercert(binary_form=True)
+        if shown and self._trust:
+            try:
+                check_peer(shown, self._trust, self._other)
+            except ShoalError as error:
+                _say(stream, str(error))
+                raise
 
     def _open(self, wire: Wire, limit: float) -> bool:
         """Open the websocket (RFC 6455, section 4.2); who goes away without a word is no news."""

@@ -25,9 +25,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Holds `here` and `there` of one authority, `stranger` of another, and `expired`, of `here` as well."""
     root = tmp_path_factory.mktemp("trust")
     initialise(root / "here", ["node1.example.org", "10.0.0.1"])
-    issue(root / "here", root / "there", ["node2"])
+    issue(root / "here", root / "there", ["node2"], roles=("head",))
     initialise(root / "stranger", ["node1.example.org"])
-    issue(root / "here", root / "expired", ["node1.example.org"], days=1, begin=datetime.now(UTC) - timedelta(days=3))
+    past = datetime.now(UTC) - timedelta(days=3)
+    issue(root / "here", root / "expired", ["node1.example.org"], days=1, begin=past, roles=("head", "node"))
     return root
 
 
@@ -42,7 +43,8 @@ class Standing:
 
     def works(self) -> None:
         """Make calls on the session that was there before."""
-        assert self.session.call("describe", seconds=20.0) == {"slots": 2, "run": ""}
+        about = self.session.call("describe", seconds=20.0)
+        assert about == {"slots": 2, "life": self.node.life, "busy": 0.0}
 
     def said(self, text: str) -> str:
         """Wait until the node has logged a line with a text, and return the line."""

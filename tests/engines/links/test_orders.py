@@ -22,7 +22,7 @@ from tests.engines.links.conftest import Standing
 
 OPEN = Terms("node"), Terms("head")
 OPTIONS = {"deadline": 20.0, "stall": 20.0}
-IDLE = ["tests.engines.programs:idle", [], {}]
+IDLE = ["tests.engines.programs:idle", [], {}, {}]
 MARKER = "shoal_marker"
 Stand = Callable[..., Standing]
 
@@ -100,13 +100,13 @@ def made(path: str, *args: Any) -> dict[str, Any]:
 SETTINGS = {"settings": f"{MARKER}:Settings", "fields": {}}
 NAMED = {"name": f"{MARKER}:work"}
 OUTSIDE: dict[str, Any] = {
-    "worker": [f"{MARKER}:work", [], {}],
-    "settings": [IDLE[0], [SETTINGS], {}],
-    "name": [IDLE[0], [NAMED], {}],
-    "deep": [IDLE[0], [{"list": [{"mapping": {"a": {"list": [NAMED]}}}]}], {}],
-    "service": [IDLE[0], [], made(f"{MARKER}:Service")],
-    "argument of a service": [IDLE[0], [], made("tests.engines.programs:Shelf", NAMED)],
-    "prefix of an allowed name": [f"shoal{MARKER.removeprefix('shoal')}:work", [], {}],
+    "worker": [f"{MARKER}:work", [], {}, {}],
+    "settings": [IDLE[0], [SETTINGS], {}, {}],
+    "name": [IDLE[0], [NAMED], {}, {}],
+    "deep": [IDLE[0], [{"list": [{"mapping": {"a": {"list": [NAMED]}}}]}], {}, {}],
+    "service": [IDLE[0], [], made(f"{MARKER}:Service"), {}],
+    "argument of a service": [IDLE[0], [], made("tests.engines.programs:Shelf", NAMED), {}],
+    "prefix of an allowed name": [f"shoal{MARKER.removeprefix('shoal')}:work", [], {}, {}],
 }
 
 
@@ -146,7 +146,7 @@ def failure(standing: Standing, workers: Any) -> str:
     hold(standing, workers)
     (name,) = workers
     while not (told := standing.node.failures.get(name, "")):
-        assert standing.session.call("describe", seconds=20.0)["run"] == "run"
+        assert standing.session.call("describe", seconds=20.0)["slots"] == 2
         threading.Event().wait(0.02)
     standing.session.call("release", "run", seconds=20.0)
     return told
@@ -176,9 +176,17 @@ def test_no_path_leads_out_of_the_allowed_packages(closed: None, path: str) -> N
 ELSEWHERE: dict[str, tuple[Any, Any, str]] = {
     "check": (IDLE, [f"{MARKER}:work", [], {}], "hold 2"),
     "opening check": (IDLE, ["shoal.core.recipe:allow", [{"value": None}], {}], "hold 2"),
-    "worker": (["shoal.runs.recorder:record", [], {}], [], "only shoal.workers.* is for nodes"),
-    "service": ([IDLE[0], [], made("shoal.core.recipe:allow", {"value": None})], [], "only shoal.services.* is for"),
-    "files": ([IDLE[0], [], made("shoal.runs.checkpoint:Checkpoints", {"value": "/"})], [], "only shoal.services.* is"),
+    "worker": (["shoal.runs.recorder:record", [], {}, {}], [], "only shoal.workers.* is for nodes"),
+    "service": (
+        [IDLE[0], [], made("shoal.core.recipe:allow", {"value": None}), {}],
+        [],
+        "only shoal.services.* is for",
+    ),
+    "files": (
+        [IDLE[0], [], made("shoal.runs.checkpoint:Checkpoints", {"value": "/"}), {}],
+        [],
+        "only shoal.services.* is",
+    ),
 }
 
 
@@ -213,7 +221,7 @@ def test_what_only_a_worker_can_find_out_it_refuses(stand: Stand, marker: Path, 
     for case, (path, args, services) in CHILDREN.items():
         if isinstance(args, dict):
             args = [experiment(**args), *([{"value": 0}] * 5 if "act" in path else [])]
-        told = failure(standing, {"bad": [path, args, services]})
+        told = failure(standing, {"bad": [path, args, services, {}]})
         assert f"is {case}" in told if case.startswith("no ") else "may not be used on this machine" in told, case
         assert not marker.exists(), case
     holds(standing)
@@ -223,7 +231,7 @@ def test_what_the_user_allows_works(stand: Stand, marker: Path, monkeypatch: pyt
     packages = ("shoal", "tests", MARKER)
     monkeypatch.setattr(recipe, "_allowed", packages)
     standing = stand(*OPEN, packages=packages)
-    hold(standing, {"mine": [f"{MARKER}:work", [SETTINGS, NAMED], made(f"{MARKER}:Service")]})
+    hold(standing, {"mine": [f"{MARKER}:work", [SETTINGS, NAMED], made(f"{MARKER}:Service"), {}]})
     assert standing.session.call("service", "service", "hello", [], seconds=20.0) == "hello"
     assert marker.exists()
     standing.session.call("release", "run", seconds=20.0)
@@ -241,10 +249,11 @@ WRONG: dict[str, tuple[str, list[Any], str]] = {
     "services": ("hold", ["r", {}, [], [1], {}, {}], "hold 3.0"),
     "worker": ("hold", ["r", {}, [], [], {"a": "b"}, {}], "hold 4.a"),
     "worker's name": ("hold", ["r", {}, [], [], {"\ud800": IDLE}, {}], "hold 4"),
-    "worker's services": ("hold", ["r", {}, [], [], {"a": [IDLE[0], [], {"s": {}}]}, {}], "hold 4.a.2.s.make"),
-    "arguments": ("hold", ["r", {}, [], [], {"a": [IDLE[0], [5], {}]}, {}], "a int that is no recipe"),
-    "recipe": ("hold", ["r", {}, [], [], {"a": [IDLE[0], [{"eval": "1"}], {}]}, {}], "of no known form"),
-    "name in a recipe": ("hold", ["r", {}, [], [], {"a": [IDLE[0], [{"name": 5}], {}]}, {}], "of no known form"),
+    "worker's services": ("hold", ["r", {}, [], [], {"a": [IDLE[0], [], {"s": {}}, {}]}, {}], "hold 4.a.2.s.make"),
+    "worker's rights": ("hold", ["r", {}, [], [], {"a": [IDLE[0], [], {}, {"s": 5}]}, {}], "hold 4.a.3.s"),
+    "arguments": ("hold", ["r", {}, [], [], {"a": [IDLE[0], [5], {}, {}]}, {}], "a int that is no recipe"),
+    "recipe": ("hold", ["r", {}, [], [], {"a": [IDLE[0], [{"eval": "1"}], {}, {}]}, {}], "of no known form"),
+    "name in a recipe": ("hold", ["r", {}, [], [], {"a": [IDLE[0], [{"name": 5}], {}, {}]}, {}], "of no known form"),
     "blocks": ("hold", ["r", {}, [], [], {}, {"b": {"x": [1]}}], "hold 5.b.x"),
     "turn": ("turn", [["a"], 1], "turn 0"),
     "turn of nobody": ("turn", ["nobody", 1], "nobody takes no turns on this node"),
@@ -267,6 +276,6 @@ def test_orders_that_make_no_sense_are_answered_in_one_line(stand: Stand, closed
         assert told in str(caught.value)
         assert "Traceback" not in str(caught.value)
         assert len(str(caught.value).splitlines()) == 1
-    assert (standing.node.engine, standing.node.run, standing.node.turns) == (None, "", {})
+    assert (standing.node.engine, standing.node.run, len(standing.node.turns)) == (None, "", 0)
     assert all(each.is_alive() for each in answering)
     holds(standing)

@@ -36,7 +36,7 @@ LOST = "its log says why"  # where the alert came while the request was still be
 @pytest.fixture
 def terms(folders: Path) -> tuple[Terms, Terms]:
     """How a node and a head of one authority meet."""
-    return Terms("node", str(folders / "here")), Terms("head", str(folders / "there"))
+    return Terms("node", str(folders / "here")), Terms("head", str(folders / "there"), role="head")
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_strangers_are_refused_and_both_sides_say_why(
 ) -> None:
     folder, pin, token, told, logged = STRANGERS[case]
     token = read_token(folders / "here") if token == "token" else token
-    stranger = Terms("stranger", str(folders / folder) if folder else "", pins.get(pin, ""), token)
+    stranger = Terms("stranger", str(folders / folder) if folder else "", pins.get(pin, ""), token, role="head")
     standing = stand(*terms)
     with pytest.raises((Refused, ServiceLost)) as caught:
         standing.meet(stranger)
@@ -83,7 +83,7 @@ def test_a_head_without_a_token_does_not_even_knock(stand: Stand, terms: Any, fo
     (tmp_path / "blank" / "token").write_text("\n")
     standing = stand(*terms)
     with pytest.raises(SettingsError, match="the token has 0 characters"):
-        standing.meet(Terms("head", str(tmp_path / "blank")))
+        standing.meet(Terms("head", str(tmp_path / "blank"), role="head"))
     with pytest.raises(SettingsError, match="the token has 0 characters"):  # nor does a node open its gate
         listen(standing.node, "127.0.0.1:0", Terms("node", str(tmp_path / "blank")))
     assert standing.refusals() == []
@@ -95,7 +95,7 @@ def test_the_right_authority_without_the_token_is_refused(
     stand: Stand, terms: Any, folders: Path, token: bytes
 ) -> None:
     standing = stand(*terms)
-    link = websocket.dial(standing.address, Terms("head", str(folders / "there")))
+    link = websocket.dial(standing.address, Terms("head", str(folders / "there"), role="head"))
     shake = Handshake("joiner", "head", "x" * 32, greeting.FACTS, link.binding)
     shake._token = token
     with pytest.raises(Refused, match="the other side says: the token is not the same on both sides"):
@@ -109,7 +109,7 @@ def test_a_node_whose_certificate_has_expired_is_refused_with_the_day(
     stand: Stand, terms: Any, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tls, "check_own", lambda certificate: None)  # it expired while the node was running
-    pinned = Terms("head", str(folders / "there"), fingerprint(folders / "expired" / "node.pem"))
+    pinned = Terms("head", str(folders / "there"), fingerprint(folders / "expired" / "node.pem"), role="head")
     standing = stand(Terms("node", str(folders / "expired")), pinned)
     with pytest.raises(Refused) as caught:
         standing.meet(terms[1])
@@ -124,10 +124,10 @@ def test_a_head_whose_certificate_has_expired_is_refused(
 ) -> None:
     standing = stand(*terms)
     with pytest.raises(ShoalError, match=r"expired on \d{4}-"):  # its own check says so
-        standing.meet(Terms("head", str(folders / "expired")))
+        standing.meet(Terms("head", str(folders / "expired"), role="head"))
     monkeypatch.setattr(tls, "check_own", lambda certificate: None)
     with pytest.raises((Refused, ServiceLost), match=f"refused this machine's certificate: it has expired|{LOST}"):
-        standing.meet(Terms("head", str(folders / "expired")))
+        standing.meet(Terms("head", str(folders / "expired"), role="head"))
     assert standing.said("the other side's certificate has expired")
     standing.works()
 
