@@ -247,9 +247,8 @@ class Node:
         while not self._closed.wait(0.05 if self.engine is not None and not self.options.lockstep else REPORT):
             with self._change:
                 self._tend()
-            if self.session is None and self.engine is not None and time.monotonic() - self._left > PATIENCE:
-                log.warning("no link to the head for %g s: its workers are ended", PATIENCE)
-                with self._change:
+                if self.session is None and self.engine is not None and time.monotonic() - self._left > PATIENCE:
+                    log.warning("no link to the head for %g s: its workers are ended", PATIENCE)
                     self._end()
 
     def _tend(self) -> None:

@@ -149,7 +149,10 @@ def test_a_worker_may_call_only_what_its_recipe_names(build: Any, name: str, wor
     shelf, kept = engine.serve("shelf", programs.Shelf), engine.serve("kept", programs.Shelf)
     engine.run("host", programs.idle)
     engine.run("caller", getattr(programs, work), shelf, kept)
-    told = {"oversteps": r"shelf\.get: its recipe names shelf\.put", "looks_aside": r"kept\.put: its recipe names shelf"}
+    told = {
+        "oversteps": r"shelf\.get: its recipe names shelf\.put",
+        "looks_aside": r"kept\.put: its recipe names shelf",
+    }
     with pytest.raises(ShoalError, match=rf"caller may not call {told[work]}"):
         engine.wait("caller")
     assert shelf.get("declared") == (1 if work == "oversteps" else None)
