@@ -16,7 +16,7 @@ from shoal.workers.policy import Follower
 from shoal.workers.stream import Stream
 
 
-@calls(store=("put",), parameters=("fetch", "status"), journal=("acted",))
+@calls(store=("put", "admit"), parameters=("fetch", "status"), journal=("acted",))
 def act(experiment: Any, index: int, period: int, store: Any, parameters: Any, journal: Any) -> Work:
     """Fill the store with experience of the newest policy; one unit of work is one put."""
     torch.set_num_threads(1)  # the other cores belong to the other workers

@@ -104,7 +104,7 @@ class Delegate:
 @calls(
     averager=("status", "newest", "stop"),
     parameters=("publish",),
-    journal=("learned", "stopping", "state", "saved"),
+    journal=("learned", "stopping", "state", "saved", "report"),
     checkpoints=("save",),
 )
 def oversee(experiment: Any, averager: Any, parameters: Any, journal: Any, checkpoints: Any) -> Work:

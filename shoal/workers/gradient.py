@@ -23,7 +23,7 @@ from shoal.workers.stream import Stream
 
 @calls(
     parameters=("publish",),
-    journal=("acted", "learned", "state", "saved"),
+    journal=("acted", "learned", "state", "saved", "report"),
     checkpoints=("save",),
     store=("put", "get", "update", "settle"),
     averager=("join", "merge"),

@@ -41,10 +41,10 @@ class Progress:
 
 
 @calls(
-    store=("status", "get", "update", "settle", "restore"),
+    store=("status", "get", "update", "settle", "restore", "refused"),
     parameters=("publish",),
-    journal=("learned", "went_back", "state", "saved"),
-    checkpoints=("load", "save"),
+    journal=("learned", "went_back", "state", "saved", "report"),
+    checkpoints=("load", "save", "save_batch"),
 )
 def learn(experiment: Any, store: Any, parameters: Any, journal: Any, checkpoints: Any) -> Work:
     """Update the network until the steps are used up or the journal says stop; one unit of work is one batch."""
