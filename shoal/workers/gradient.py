@@ -24,7 +24,7 @@ from shoal.workers.stream import Stream
 @calls(
     parameters=("publish",),
     journal=("acted", "learned", "state", "saved", "report"),
-    checkpoints=("save",),
+    checkpoints=("save", "save_batch"),
     store=("put", "get", "update", "settle"),
     averager=("join", "merge"),
 )
