@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -103,6 +104,7 @@ def evaluate(
         parts = {
             **score.statistics,
             "metrics": dict(score.metrics),
+            "cut": score.cut,
             "scores": score.scores,
             "picture": str(score.picture),
         }
@@ -367,8 +369,11 @@ def progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
 
 def main() -> None:
     """Run the command line; an error that a user can mend is told in one message, without a traceback."""
+    # A user's own environments and algorithms are found where they are, but last: nothing here replaces a library.
+    sys.path[:] = [*filter(None, sys.path)]
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a user's own environments and algorithms are found where they are
+        sys.path.append(os.getcwd())
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what is in the background without it
     try:
         app()
     except SettingsError as error:

@@ -23,6 +23,7 @@ from shoal.core.settings import Schedule, Settings
 from shoal.engines import ENGINES
 from shoal.engines.options import Network, Room
 from shoal.envs import Environment
+from shoal.runs import directory
 from shoal.runs.provenance import usable_cores
 from shoal.sections import Evaluation, Federation, Limits, Saving
 
@@ -226,6 +227,13 @@ class Experiment(Settings):
 def load(config: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Experiment:
     """Read an experiment from a YAML file or a mapping, then apply overrides with dotted keys."""
     return validate(read(config, overrides))
+
+
+def load_of(run: Path) -> Experiment:
+    """Read the experiment of a run that somebody else may have made."""
+    tree = read(run / directory.CONFIG)
+    directory.check_code(run, tree)
+    return validate(tree)
 
 
 def configure(config: str | Path | Mapping[str, Any], **overrides: Any) -> Experiment:

@@ -12,8 +12,7 @@ from shoal import envs
 from shoal.core.errors import SettingsError
 from shoal.core.tree import to_torch
 from shoal.core.types import Step
-from shoal.experiment import Experiment
-from shoal.experiment import load as load_experiment
+from shoal.experiment import Experiment, load_of
 from shoal.runs import checkpoint, directory
 from shoal.workers.policy import Follower
 from shoal.workers.snapshot import load_weights
@@ -76,4 +75,4 @@ def load(run: str | Path, checkpoint: str | int = "best", device: str = "cpu") -
     if Path(run).is_file():
         raise SettingsError(f"{run} is a file: give the folder of a run; settings are read by shoal.configure")
     folder = directory.locate(run)
-    return Policy(load_experiment(folder / directory.CONFIG), find(folder, str(checkpoint)), device)
+    return Policy(load_of(folder), find(folder, str(checkpoint)), device)

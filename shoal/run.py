@@ -10,9 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.algorithms import ALGORITHMS
 from shoal.core.types import INTERRUPTED
-from shoal.experiment import Experiment
-from shoal.experiment import load as load_experiment
+from shoal.experiment import Experiment, load_of, read
 from shoal.runs import checkpoint, console, directory, metrics
 from shoal.runs.directory import locate
 
@@ -49,15 +49,17 @@ class Score:
     metrics: Mapping[str, float]
     checkpoint: str
     picture: Picture | None = None
+    cut: int = 0  # episodes that evaluation.max_steps ended
 
     def __str__(self) -> str:
         """The figures as a sentence."""
         told = self.statistics
+        cut = f" ({self.cut} cut off by evaluation.max_steps)" if self.cut else ""
         extra = "".join(f", {name} {value:.4g}" for name, value in self.metrics.items())
         return (
             f"{self.checkpoint}: mean return {told['mean']:.2f} "
             f"(95 % interval {told['low']:.2f} to {told['high']:.2f}), median {told['median']:.2f}, "
-            f"from {told['min']:.2f} to {told['max']:.2f} over {len(self.scores)} episodes{extra}"
+            f"from {told['min']:.2f} to {told['max']:.2f} over {len(self.scores)} episodes{cut}{extra}"
         )
 
 
@@ -81,8 +83,21 @@ class Run:
 
     @cached_property
     def experiment(self) -> Experiment:
-        """Its settings."""
-        return load_experiment(self.directory / directory.CONFIG)
+        """Its settings; code that they name is imported."""
+        return load_of(self.directory)
+
+    @cached_property
+    def settings(self) -> Mapping[str, Any]:
+        """Its settings as they stand in the file, for which nothing is imported."""
+        return read(self.directory / directory.CONFIG)
+
+    @property
+    def title(self) -> str:
+        """What ran where, in a few words."""
+        algorithm, environment = (part(self.settings, key) for key in ("algorithm", "environment"))
+        name = str(algorithm.get("name"))
+        algorithm_name = ALGORITHMS.get(name, name).rpartition(":")[2].lower()
+        return f"{algorithm_name} on {environment.get('id')} · {self.settings.get('engine')}"
 
     def rows(self) -> list[dict[str, Any]]:
         """Its metrics over time, as they stand in metrics.jsonl."""
@@ -108,9 +123,11 @@ class Run:
         from shoal.runs.statistics import describe
         from shoal.workers.evaluator import WIDEST, play, summarise
 
+        directory.check_links(self.directory)
         policy = self.policy(checkpoint)
         seed_everything(derive(seed, "evaluation"))
-        worlds = envs.make(self.experiment.environment, min(episodes, WIDEST), derive(seed, "worlds"), evaluation=True)
+        limit, environment = self.experiment.evaluation.max_steps, self.experiment.environment
+        worlds = envs.make(environment, min(episodes, WIDEST), derive(seed, "worlds"), evaluation=True, limit=limit)
         ended: list[envs.Episode] = []
         try:
             for ended in play(self.experiment.algorithm, policy.follower, worlds, episodes):
@@ -118,10 +135,11 @@ class Run:
         finally:
             worlds.close()
         result = summarise(policy.steps, ended)
-        name = f"{console.title(self.experiment)} · {policy.path.name}"
+        name = f"{self.title} · {policy.path.name}"
         path = self.directory / "plots" / f"returns_{policy.path.name}.png"
         picture = Picture(distribution(result["scores"], path, name))
-        return Score(result["scores"], describe(result["scores"]), result["metrics"], policy.path.name, picture)
+        statistics = describe(result["scores"])
+        return Score(result["scores"], statistics, result["metrics"], policy.path.name, picture, result["cut"])
 
     def play(
         self,
@@ -133,15 +151,15 @@ class Run:
         told: Callable[[int], None] = lambda frames: None,
     ) -> Path:
         """Film whole episodes without exploration, at most so many seconds; `told` hears the number of frames."""
-        from shoal import envs
         from shoal.core.randomness import derive, seed_everything
         from shoal.runs.video import Video
         from shoal.workers.evaluator import play
 
+        directory.check_links(self.directory)
         policy = self.policy(checkpoint)
         path = Path(video) if video else self.directory / "videos" / f"{policy.path.name}.mp4"
         seed_everything(derive(seed, "play"))
-        worlds = envs.make(self.experiment.environment, 1, derive(seed, "film"), evaluation=True, render=True)
+        worlds = self._filmed(seed)
         try:
             with Video(path, worlds.fps) as film:
                 for frames, _ in enumerate(play(self.experiment.algorithm, policy.follower, worlds, episodes), 1):
@@ -158,14 +176,13 @@ class Run:
         self, folder: str | Path, episodes: int = 1, checkpoint: str | int = "best", seed: int = 0
     ) -> list[Path]:
         """Write a film and a JSON of every episode: actions, rewards, and the values that the choice was made by."""
-        from shoal import envs
         from shoal.core.randomness import derive, seed_everything
         from shoal.runs.rollout import Rollout
         from shoal.workers.evaluator import play
 
         policy, algorithm = self.policy(checkpoint), self.experiment.algorithm
         seed_everything(derive(seed, "play"))
-        worlds = envs.make(self.experiment.environment, 1, derive(seed, "film"), evaluation=True, render=True)
+        worlds = self._filmed(seed)
         try:
             with Rollout(Path(folder), worlds.fps, algorithm, policy.follower.net) as rollout:
                 for ended in play(algorithm, policy.follower, worlds, episodes, rollout.chosen):
@@ -174,12 +191,22 @@ class Run:
             worlds.close()
         return rollout.written
 
+    def _filmed(self, seed: int) -> Any:
+        from shoal import envs
+        from shoal.core.randomness import derive
+
+        limit, environment = self.experiment.evaluation.max_steps, self.experiment.environment
+        return envs.make(environment, 1, derive(seed, "film"), evaluation=True, render=True, limit=limit)
+
     def plot(self, path: str | Path | None = None) -> Picture:
         """Draw its learning curve and its metrics over time."""
         from shoal.runs.plots import curve
 
+        directory.check_links(self.directory)
         path = Path(path) if path else self.directory / "plots" / "curve.png"
-        return Picture(curve(self.rows(), path, console.title(self.experiment), self.experiment.evaluation.target))
+        target = part(self.settings, "evaluation").get("target")
+        target = target if isinstance(target, int | float) else None
+        return Picture(curve(self.rows(), path, self.title, target))
 
     def resume(self, **overrides: Any) -> Run:
         """Go on where its newest checkpoint stands; settings may be overridden."""
@@ -205,7 +232,13 @@ class Run:
             return tell(self.directory, summary)
         saved = checkpoint.paths(self.directory)
         at = saved[-1].name if saved else "no checkpoint"
-        return f"{console.title(self.experiment)}: not finished, {at}\nfolder: {self.directory}"
+        return f"{self.title}: not finished, {at}\nfolder: {self.directory}"
+
+
+def part(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A section of settings as they were read, empty where it is none."""
+    found = settings.get(name)
+    return found if isinstance(found, Mapping) else {}
 
 
 def headline(run: Path, summary: Mapping[str, Any]) -> str:
@@ -254,11 +287,11 @@ def compare(runs: list[Run], path: Path) -> Picture:
 
     alike: dict[str, list[Run]] = {}
     for run in runs:
-        settings = run.experiment.model_dump(mode="json", exclude={"seed"})
-        alike.setdefault(json.dumps(settings, sort_keys=True), []).append(run)
+        settings = {key: value for key, value in run.settings.items() if key != "seed"}
+        alike.setdefault(json.dumps(settings, sort_keys=True, default=str), []).append(run)
     groups: dict[str, list[Any]] = {}
     for group in alike.values():
-        label = console.title(group[0].experiment)
+        label = group[0].title
         if label in groups:  # the same title, other settings: the folder tells them apart
             label = f"{label} ({group[0].directory.name})"
         groups[label] = [(run.directory.name, run.rows()) for run in group]

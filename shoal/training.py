@@ -6,6 +6,7 @@ import hashlib
 import logging
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from shoal.runs import checkpoint, console, directory, metrics, provenance
 from shoal.runs.recorder import shares
 
 log = logging.getLogger("shoal")
+ONE = 1.0  # seconds in which signals count as one: `timeout` sends one to the process and one to its group
 
 
 def train(
@@ -34,6 +36,7 @@ def train(
         folder = Path(run_dir) if run_dir else directory.fresh(experiment.environment.id, experiment.algorithm_name)
         directory.create(folder)
         with directory.locked(folder):
+            directory.clear(folder)
             return carry_out(experiment, engine, folder, {})
 
 
@@ -41,6 +44,7 @@ def resume(run: str | Path, **overrides: Any) -> Run:
     """Go on with a run where its newest checkpoint stands; settings such as `steps` may be overridden."""
     folder = directory.locate(run)
     tree = read(folder / directory.CONFIG, overrides)
+    directory.check_code(folder, tree)
     with prepared(tree) as (experiment, engine), directory.locked(folder):
         return carry_out(experiment, engine, folder, resume_point(folder, experiment))
 
@@ -108,7 +112,7 @@ def prepared(tree: Mapping[str, Any]) -> Iterator[tuple[Experiment, Any]]:
 def carry_out(experiment: Experiment, begun: Any, folder: Path, state: Mapping[str, Any]) -> Run:
     """Run an experiment in its folder, from a checkpoint's state or from the beginning."""
     with console.logging_to(folder / directory.LOG):
-        (folder / directory.CONFIG).write_text(as_yaml(experiment))
+        directory.write(folder / directory.CONFIG, as_yaml(experiment))
         provenance.write(folder, Path.cwd())
         steps = state.get("steps", 0)
         log.info(
@@ -118,14 +122,14 @@ def carry_out(experiment: Experiment, begun: Any, folder: Path, state: Mapping[s
         try:
             try:
                 journal, parameters, last = topology.start(experiment, engine, folder, state)
-                with interrupts(lambda reason: journal.stop(reason)):
+                with interrupts(lambda: ask_to_end(engine, journal)):
                     engine.wait(*last)
                 weights, told, report = parameters.weights(), journal.snapshot(), engine.report()
             finally:
                 engine.close()
         except ShoalError as error:
             directory.note(folder, f"failed: {error}")
-            if checkpoint.paths(folder):
+            if directory.learned(folder):
                 raise type(error)(f"{error}\nwhat was learned is kept; go on with: shoal resume {folder}") from error
             raise
         run = Run(folder)
@@ -133,22 +137,32 @@ def carry_out(experiment: Experiment, begun: Any, folder: Path, state: Mapping[s
         return run
 
 
+def ask_to_end(engine: Any, journal: Any) -> None:
+    """Let the run end in order, and nothing that is stuck delay it for long."""
+    if hasattr(engine, "hurry"):  # which one of a user's own may do without
+        engine.hurry()
+    journal.stop(INTERRUPTED)
+
+
 @contextmanager
-def interrupts(stop: Callable[[str], None]) -> Iterator[None]:
+def interrupts(stop: Callable[[], None]) -> Iterator[None]:
     """Let the first Ctrl-C or SIGTERM end the run in order, and the second at once."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return
-    asked: list[int] = []
+    asked: list[float] = []
 
     def handle(number: int, frame: object) -> None:
+        now = time.monotonic()
+        if asked and now - asked[0] < ONE:
+            return
         if asked:
             log.warning("once more: the run ends at once; its newest checkpoint stays")
             raise KeyboardInterrupt
-        asked.append(number)
+        asked.append(now)
         log.warning("%s: saving and ending the run; once more ends it at once", signal.Signals(number).name)
         # In a thread, since the signal may have come in the middle of a call to the same service.
-        threading.Thread(target=stop, args=(INTERRUPTED,), daemon=True).start()
+        threading.Thread(target=stop, daemon=True).start()
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -172,7 +186,8 @@ def summarise(
 ) -> dict[str, Any]:
     """The figures of a run; seconds count over all its starts."""
     evaluations = [
-        {key: item[key] for key in ("steps", "seconds", "mean", "length", "metrics")} for item in told["evaluations"]
+        {key: item[key] for key in ("steps", "seconds", "mean", "length", "metrics", "cut") if key in item}
+        for item in told["evaluations"]
     ]
     scores = [item["mean"] for item in evaluations]
     target = experiment.evaluation.target

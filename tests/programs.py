@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -174,6 +176,34 @@ class Faulty(gymnasium.Env[Any, Any]):
         return seen, 1.0, self.steps % 10 == 0, False, {"coins": self.steps, "speed": 2.0}
 
 
+class Endless(gymnasium.Env[Any, Any]):
+    """Never ends an episode."""
+
+    observation_space = spaces.Box(-1, 1, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        return np.zeros(2, np.float32), 1.0, False, False, {}
+
+
+class Hanging(Endless):
+    """Makes a file, and does not come back from its step until there is another one."""
+
+    def __init__(self, marker: str, healthy: int = 100) -> None:
+        self.marker, self.steps = Path(marker), -healthy
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        if self.steps == 0:
+            self.marker.touch()
+            while not self.marker.with_suffix(".released").exists():
+                time.sleep(0.01)
+        return super().step(action)
+
+
 class Mixed(gymnasium.Env[Any, Any]):
     """Shows an image, a vector and a symbol at once; the reward is 1 for the action that the symbol names."""
 
@@ -212,4 +242,6 @@ class Lone(Inline):
 
 
 gymnasium.register("Faulty-v0", entry_point=Faulty)
+gymnasium.register("Endless-v0", entry_point=Endless)
+gymnasium.register("Hanging-v0", entry_point=Hanging)
 gymnasium.register("Mixed-v0", entry_point=Mixed)

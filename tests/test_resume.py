@@ -177,6 +177,28 @@ def test_a_folder_that_holds_a_run_is_not_taken_for_another(tmp_path: Path) -> N
         shoal.train(settings("ppo", engine="inline", steps=100), run.directory)
 
 
+def test_a_folder_of_a_start_that_failed_can_be_used_again(tmp_path: Path) -> None:
+    folder, config = tmp_path / "run", settings("ppo", engine="inline", steps=100)
+    broken = {"id": "tests.programs:Faulty-v0", "arguments": {"healthy": 0}, "max_faults": 0}
+    for _ in range(2):
+        with pytest.raises(ShoalError, match="faults in a row") as caught:
+            shoal.train({**config, "environment": broken}, folder)
+        assert "resume" not in str(caught.value)
+        (folder / "checkpoints" / "step_0").mkdir(parents=True, exist_ok=True)  # weights that learned nothing
+    run = shoal.train(config, folder)
+    assert run.summary["environment"] == "Pendulum-v1"
+    assert not (folder / "checkpoints" / "step_0").exists() or checkpoint.read_state(folder / "checkpoints" / "step_0")
+    for name in ("log-1.txt", "log-2.txt"):  # what went wrong can still be read
+        assert "faults in a row" in (folder / name).read_text()
+    assert "faults in a row" not in (folder / "log.txt").read_text()
+
+
+def test_a_folder_of_a_run_that_has_just_begun_is_not_taken(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with directory.locked(tmp_path / "run"), pytest.raises(SettingsError, match=r"is being trained by process \d+"):
+        shoal.train(settings("ppo", engine="inline", steps=100), tmp_path / "run")
+
+
 def test_two_cannot_train_the_same_run(tmp_path: Path) -> None:
     run = shoal.train(settings("ppo", engine="inline", steps=100), tmp_path / "run")
     with directory.locked(run.directory), pytest.raises(SettingsError, match=r"is being trained by process \d+"):

@@ -234,6 +234,7 @@ def main(descriptor: int) -> None:
     """Be the worker that the head describes."""
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     child = Child(Pipe(socket.socket(fileno=descriptor)))
     code = 0
     try:

@@ -46,6 +46,7 @@ from shoal.engines.worker import recipe_of
 log = logging.getLogger("shoal")
 BEAT = 1.0  # seconds between signs of life
 UNWANTED = 1000  # names of nodes that are logged when they are refused
+ASK = 1 / 4  # the share of `stall` after which a turn is asked for again, since each time takes a thread of the node
 SHARED = ("seed", "lockstep", "restarts", "deadline", "stall", "silence")  # options that nodes are told
 
 
@@ -56,6 +57,7 @@ class Cluster:
         """Begin to look for nodes."""
         machines = options.machines or Machines()
         self.options, self.machines, self.network = options, machines, machines.network
+        self.patience = Patience(options.stall)
         network = self.network
         self.terms = Terms(
             "head", network.trust, insecure=network.insecure, link=network.link, world=network.world, role="head"
@@ -271,14 +273,20 @@ class Cluster:
 
     def wait(self, *names: str) -> None:
         """Watch over all machines until the named workers have ended."""
-        patience = Patience(self.options.stall)
+        self.patience.begin()
         while not all(self._ended(name) for name in names):
             if self.options.lockstep:
                 self._give_turns()
             else:
                 self.here.watch(0.05)
             self._tend()
-            patience.look(self._moves(), self._starting(), self._standstill)
+            self.patience.heed(self.report(), self._standstill)
+            self.patience.look(self._moves(), self._starting(), self._standstill)
+
+    def hurry(self) -> None:
+        """Take that the run was asked to end, so that nothing stuck or missing may delay it for long."""
+        self.patience.hurry()
+        self.here.hurry()
 
     def _ended(self, name: str) -> bool:
         if name in self.recipes:
@@ -399,13 +407,19 @@ class Cluster:
         while time.monotonic() < limit:
             self._tend()
             station = self.stations.get(self.places.get(name, ""))
-            if station is None or station.session is None or station.told is None:
+            session = station.session if station is not None else None
+            if station is None or session is None or station.told is None:
+                if self.patience.hurried:
+                    return  # the others go on without it, and end
                 with self._news:
                     self._news.wait(0.05)
                 continue
             try:
-                station.session.call("turn", name, self.turns, seconds=self.options.stall)
+                session.call("turn", name, self.turns, seconds=self.options.stall * ASK)
                 return
+            except DeadlineExceeded:  # ask again: it is taken once
+                self.patience.heed(self.report(), self._standstill)
+                limit = max(limit, session.heard + self.options.stall)
             except ServiceFailed as error:
                 raise WorkerFailed(f"{name} on node {station.name}: {error}") from error
             except ServiceLost:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import sys
 import threading
 import time
@@ -10,12 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shoal.core.doing import FIRST, Doing, Seldom, here
 from shoal.core.errors import Stalled
 from shoal.core.rights import Rights, rights_of
 from shoal.core.types import Work, settled
 
+log = logging.getLogger("shoal")
 SHORTEST, LONGEST = 0.0002, 0.05  # seconds between two looks of a waiting worker
 LATENESS = 1 / 8  # the share of its waiting time by which a worker may notice late that something came
+HURRY = 1 / 10  # the share of `stall` that a worker may stay inside an environment once the run was asked to end
 
 
 @dataclass
@@ -32,6 +37,7 @@ class Activity:
     last: str = ""
     ended: bool = False
     work: Work | None = None  # to say where it stands
+    doing: Doing | None = None  # None: between two units of work
 
     def call(self, name: str) -> None:
         """Mark the start of a call to a service in another process."""
@@ -57,6 +63,8 @@ class Activity:
             state = f"last asked {self.last}"
         else:
             state = "has called no service yet"
+        if (doing := self.doing) is not None and doing.what:
+            state += f", is in {doing} since {time.monotonic() - doing.since:.1f} s"
         return f"{self.name}: {self.moves} moves, {state}{self.place()}"
 
     def place(self) -> str:
@@ -65,8 +73,11 @@ class Activity:
         return f", at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
 
     def as_dict(self) -> dict[str, Any]:
-        """How its time was spent, in seconds, for reports."""
+        """How its time was spent, in seconds, for reports; `busy` is how long nothing in its unit of work ended."""
+        doing = self.doing
+        inside = {} if doing is None else {"busy": round(time.monotonic() - doing.since, 3), "doing": str(doing)}
         return {
+            **inside,
             "moves": self.moves,
             "seconds": round(time.monotonic() - self.began, 3),
             "working": round(self.working, 3),
@@ -75,20 +86,51 @@ class Activity:
 
 
 class Patience:
-    """Notices that no worker has moved for too long."""
+    """Notices that no worker has moved for too long, or that one is stuck in what it does."""
 
     def __init__(self, seconds: float) -> None:
         """Begin now."""
-        self.seconds, self._moves, self._since = seconds, -1, time.monotonic()
+        self.seconds = seconds
+        self.begin()
+        self._hurried: float | None = None
+        self._said: dict[str, Seldom] = {}
+
+    def begin(self) -> None:
+        """Forget how long nobody has moved."""
+        self._moves, self._since = -1, time.monotonic()
+
+    def hurry(self) -> None:
+        """Wait for nobody who is stuck in an environment: the run was asked to end."""
+        self._hurried = self._hurried or time.monotonic()
+
+    @property
+    def hurried(self) -> bool:
+        """Whether the run was asked to end."""
+        return self._hurried is not None
 
     def look(self, moves: int, starting: bool, tell: Callable[[], str]) -> bool:
-        """Whether there are more moves than before, or some will come; too long without raises what `tell` says."""
+        """Whether there are more moves than before, or some will come; too long without raises, with what is told."""
         moved, now = moves != self._moves or starting, time.monotonic()
         if moved:
             self._moves, self._since = moves, now
         elif now - self._since > self.seconds:
-            raise Stalled(tell())
+            raise Stalled(f"no worker moved for {self.seconds:g} s\n{tell()}")
         return moved
+
+    def heed(self, report: Mapping[str, Mapping[str, Any]], tell: Callable[[], str]) -> None:
+        """Say which worker has been inside one thing for long; too long raises, with what is told."""
+        for name, told in [*report.items()]:
+            busy, doing = told.get("busy", 0.0), told.get("doing", "")
+            if not isinstance(busy, float) or not math.isfinite(busy):  # what a node says may be anything
+                continue
+            inside = f"{name} has been inside {doing or 'one unit of work'} for {busy:.0f} s"
+            asked = time.monotonic() - self._hurried if self._hurried is not None else 0.0
+            if doing and min(busy, asked) > self.seconds * HURRY:
+                raise Stalled(f"the run was asked to end, but {inside}\n{tell()}")
+            if busy > self.seconds:
+                raise Stalled(f"{inside}, {self.seconds:g} s allowed by limits.stall\n{tell()}")
+            if doing and busy > FIRST and self._said.setdefault(name, Seldom()).due():
+                log.warning("%s: %s takes long, %.0f s so far", name, doing, busy)
 
 
 def moves_of(activities: Mapping[str, Activity], observers: frozenset[str]) -> int:
@@ -179,7 +221,12 @@ def advance(work: Work, activity: Activity) -> bool | None:
     """Take one unit of work; None: the worker has ended."""
     activity.work = work
     start, waited = time.perf_counter(), sum(activity.waiting.values())
-    moved = next(work, None)
+    activity.doing = doing = here()
+    doing.end()  # of what came before, whatever it was
+    try:
+        moved = next(work, None)
+    finally:
+        activity.doing = None
     spent = time.perf_counter() - start - (sum(activity.waiting.values()) - waited)
     activity.working += spent
     activity.moves += bool(moved)

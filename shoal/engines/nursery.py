@@ -76,7 +76,13 @@ def python(module: str, name: str, end: socket.socket, *words: str) -> subproces
     code = f"from shoal.engines.{module} import main; main({end.fileno()}, *{words!r})"
     environment = {"OPENBLAS_NUM_THREADS": "1", **os.environ}  # a process that forks should have one thread
     process = subprocess.Popen(
-        [sys.executable, "-c", code, f"shoal {name}"],  # the name is for whoever looks at a process list
+        [
+            sys.executable,
+            "-P",
+            "-c",
+            code,
+            f"shoal {name}",
+        ],  # -P: not what lies in this folder first; the name is for whoever looks at a process list
         pass_fds=[end.fileno()],
         stdin=subprocess.DEVNULL,
         env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -88,7 +94,8 @@ def python(module: str, name: str, end: socket.socket, *words: str) -> subproces
 
 def main(descriptor: int, *modules: str) -> None:
     """Load the modules, then start workers until the head goes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # set, not inherited: who started the head may have changed them
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for module in modules:
         with suppress(ImportError):  # who needs it will say so
             importlib.import_module(module)

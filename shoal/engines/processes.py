@@ -45,6 +45,7 @@ class Processes:
     ) -> None:
         """Begin with nothing running, but for a nursery; `services` are those of the head as one caller sees them."""
         self.options = options
+        self.patience = Patience(options.stall)
         self.services = services or (lambda caller: self.local)
         self._nursery = nursery or Nursery()
         self.workers: dict[str, Worker] = {}
@@ -210,14 +211,19 @@ class Processes:
 
     def wait(self, *names: str) -> None:
         """Watch over the workers until the named ones have ended."""
-        patience = Patience(self.options.stall)
+        self.patience.begin()
         while any(not self.workers[name].ended for name in names):
             if self.options.lockstep:
                 for name in [*self.workers]:
                     self.turn(name)
             else:
                 self.watch(0.05)
-            patience.look(self.moves(), self.starting(), self.standstill)
+            self.patience.heed(self.report(), self.standstill)
+            self.patience.look(self.moves(), self.starting(), self.standstill)
+
+    def hurry(self) -> None:
+        """Take that the run was asked to end, so that nothing stuck may delay it for long."""
+        self.patience.hurry()
 
     def watch(self, seconds: float) -> None:
         """Take in what the workers say for a while, and see to those that died."""
@@ -260,9 +266,12 @@ class Processes:
         except ServiceLost:
             return None
         while worker.answer is None and not worker.ended and not worker.failure:
+            if question == "next":  # as long as it gives signs of life, what these say counts
+                self.patience.heed({worker.name: worker.activity}, self.standstill)
+                limit = max(limit, worker.heard + seconds)
             if time.monotonic() > limit:
                 if question == "next":
-                    raise Stalled(self.standstill())
+                    raise Stalled(f"{worker.name} gave no sign of life for {seconds:g} s\n{self.standstill()}")
                 return None
             self._listen(0.05)
         return worker.answer
@@ -334,7 +343,7 @@ class Processes:
             answer = None if worker.ended else self._ask(worker, "stacks", 2.0)
             lines.append(worker.line if answer else f"{worker.name}: does not answer; before: {worker.line}")
             parts += answer or []
-        return f"no worker moved for {self.options.stall:g} s\n" + "\n".join(lines) + "\n" + "\n".join(parts)
+        return "\n".join([*lines, *parts])
 
     def report(self) -> Mapping[str, Any]:
         """What each worker has done with its time, how often it was started again, and its calls that were refused."""

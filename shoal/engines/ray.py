@@ -56,6 +56,7 @@ class Ray:
     def __init__(self, options: Options) -> None:
         """Connect to a cluster or start one, and begin with nothing running but the head's actor."""
         self.options, self.room = options, options.room or Room()
+        self.patience = Patience(options.stall)
         self.ray, self.mine = connect(self.room.address)
         self.run_name = secrets.token_hex(4)
         self.workers: dict[str, Guest] = {}
@@ -131,7 +132,7 @@ class Ray:
     def wait(self, *names: str) -> None:
         """Watch over the workers until the named ones have ended."""
         self._start_all()
-        patience = Patience(self.options.stall)
+        self.patience.begin()
         while any(not self.workers[name].ended for name in names):
             if self.options.lockstep:
                 for worker in [*self.workers.values()]:
@@ -139,7 +140,12 @@ class Ray:
             self.watch(0.0 if self.options.lockstep else LOOK)
             now, moves = time.monotonic(), sum(w.activity.get("moves", 0) + w.ended for w in self.workers.values())
             begins = any(self._begins(worker, now) for worker in self.workers.values())
-            patience.look(moves, begins, self._standstill)
+            self.patience.heed(self.report(), self._standstill)
+            self.patience.look(moves, begins, self._standstill)
+
+    def hurry(self) -> None:
+        """Take that the run was asked to end, so that nothing stuck may delay it for long."""
+        self.patience.hurry()
 
     def _begins(self, worker: Guest, now: float) -> bool:
         """Whether a worker is about to start or loads its libraries, within reason."""
@@ -267,7 +273,7 @@ class Ray:
         try:
             state = self.ray.get(reference, timeout=self.options.stall)
         except self.ray.exceptions.GetTimeoutError:
-            raise Stalled(self._standstill()) from None
+            raise Stalled(f"{worker.name} gave no answer\n{self._standstill()}") from None
         except self.ray.exceptions.RayError as error:
             worker.failure, worker.fatal = f"died: {_cause(error)}; {worker.line}", False
             return
@@ -282,7 +288,11 @@ class Ray:
     def _turn(self, worker: Guest) -> None:
         """Let one worker take its turn under lockstep."""
         if not worker.ended and not worker.again_at:
-            self._hear(worker, worker.handle.turn.remote())
+            asked = worker.handle.turn.remote()
+            while not self.ray.wait([asked], timeout=LOOK)[0]:
+                self._listen(0.0)
+                self.patience.heed({worker.name: worker.activity}, self._standstill)
+            self._hear(worker, asked)
 
     def _tend(self) -> None:
         """See to those that died or fell silent, and start them again when their time has come."""
@@ -339,7 +349,7 @@ class Ray:
                     answer = self._get(worker.handle.stacks.remote(), 2.0)
             lines.append(worker.line if answer else f"{worker.name}: does not answer; before: {worker.line}")
             parts.append(answer)
-        return f"no worker moved for {self.options.stall:g} s\n" + "\n".join(lines) + "\n" + "\n".join(parts)
+        return "\n".join([*lines, *parts])
 
     def report(self) -> Mapping[str, Any]:
         """What each worker has done with its time, and how often it was started again; on several machines, where."""

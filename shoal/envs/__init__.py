@@ -36,11 +36,18 @@ class Environment(Settings):
     )
 
 
-def make(environment: Environment, size: int, seed: int, evaluation: bool = False, render: bool = False) -> Worlds:
+def make(
+    environment: Environment,
+    size: int,
+    seed: int,
+    evaluation: bool = False,
+    render: bool = False,
+    limit: int | None = None,
+) -> Worlds:
     """Make `size` environments that are stepped together.
 
     In an evaluation rewards are not clipped and a lost life does not end an episode. Only worlds made with
-    `render` can be pictured.
+    `render` can be pictured. After `limit` steps an episode is cut off.
     """
     from shoal.envs import atari, gymnasium, toy
     from shoal.envs.vector import Vector
@@ -48,12 +55,14 @@ def make(environment: Environment, size: int, seed: int, evaluation: bool = Fals
     if atari.is_atari(environment.id):
         if environment.arguments:
             raise Fatal(f"{environment.id} takes no arguments; its settings are in `atari`: {[*Atari.model_fields]}")
-        return atari.Games(environment.id, environment.atari, size, seed, environment.metrics, evaluation, render)
+        return atari.Games(
+            environment.id, environment.atari, size, seed, environment.metrics, evaluation, render, limit
+        )
     if environment.id in toy.WORLDS:
         create = partial(toy.WORLDS[environment.id], **environment.arguments)
     else:
         create = partial(gymnasium.create, environment.id, environment.arguments, render)
-    return Vector(environment.id, create, size, seed, environment.max_faults, environment.metrics, render)
+    return Vector(environment.id, create, size, seed, environment.max_faults, environment.metrics, render, limit)
 
 
 def check(environment: Environment) -> None:

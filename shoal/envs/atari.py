@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
+from shoal.core import doing
 from shoal.core.errors import Fatal
 from shoal.core.settings import Settings
 from shoal.core.types import ActionSpec, Array, ArraySpec, Spec, Step
@@ -112,13 +113,17 @@ class Games:
         metrics: Mapping[str, str],
         evaluation: bool,
         render: bool = False,
+        limit: int | None = None,
     ) -> None:
         import ale_py
 
         ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
         self.size = size
         self.fps = FRAMES_PER_SECOND / settings.frameskip
-        self._id = id
+        self._id, self._label = id, f"{size} games ({id})"
+        self._cuts = limit is not None and limit * settings.frameskip < settings.max_frames
+        if limit is not None and self._cuts:
+            settings = settings.model_copy(update={"max_frames": limit * settings.frameskip})
         self._games: Any = launch(id, settings, size)
         self._twin: Any = launch(id, settings.model_copy(update=PICTURED), 1) if render else None
         self._picture: Array | None = None
@@ -141,7 +146,10 @@ class Games:
     def reset(self) -> Step:
         """Open a game in every environment, leaving those under way."""
         seeds = None if self._seeded else np.array(self._seeds)
+        now = doing.here()
+        now.begin("the reset", self._label)
         frames, info = self._games.reset(seed=seeds)
+        now.end()
         if self._twin is not None:
             self._picture = self._twin.reset(seed=None if seeds is None else seeds[:1])[0][0, -1]
         self._seeded = True
@@ -157,14 +165,17 @@ class Games:
 
         check_actions(action, self.spec.action.size)
         chosen = np.where(self._lost, self._opening_action, action).astype(np.int64)
+        now = doing.here()
+        now.begin("a step", self._label)
         frames, points, terminated, truncated, info = self._games.step(chosen)
+        now.end()
         if self._twin is not None:
             self._picture = self._twin.step(chosen[:1])[0][0, -1]
         first = self._over | self._lost
         self._tally.add(points, ~self._over)
         over = terminated | truncated
         lost = self._lives_end & (info["lives"] < self._lives) & ~self._over
-        self._count(over, info)
+        self._count(over, info, truncated & ~terminated if self._cuts else np.zeros_like(over))
         self._over, self._lost, self._lives = over, lost, info["lives"]
         reward = np.clip(points, -1, 1) if self._clip else points
         # Where the opening step itself ends something, the next step opens once more.
@@ -204,12 +215,12 @@ class Games:
         """Release the games and their threads."""
         self._games = self._twin = None
 
-    def _count(self, over: Array, info: Mapping[str, Any]) -> None:
+    def _count(self, over: Array, info: Mapping[str, Any], cut: Array) -> None:
         if self._metrics:
             for index in np.flatnonzero(~self._over).tolist():
                 self._tally.note(index, {key: values[index] for key, values in info.items()})
         for index in np.flatnonzero(over).tolist():
-            self._tally.finish(index)
+            self._tally.finish(index, bool(cut[index]))
 
     def _channels_first(self, frames: Array) -> Array:
         """Turn colour frames [B, stack, H, W, 3] into [B, 3·stack, H, W]."""

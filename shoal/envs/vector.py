@@ -9,8 +9,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from shoal.core import doing
 from shoal.core.errors import Fatal, ShoalError
-from shoal.core.tree import leaves, map_tree
+from shoal.core.tree import map_tree
 from shoal.core.types import Array, Spec, Step
 
 HEALTHY_STEPS = 100  # after so many steps without a fault, the next fault begins a new row
@@ -24,6 +25,7 @@ class Episode(NamedTuple):
     length: int  # actions taken
     metrics: dict[str, float]
     world: int  # the environment it was played in
+    cut: bool = False  # by a limit that is none of the environment's own
 
 
 class Sums(NamedTuple):
@@ -116,12 +118,12 @@ class Tally:
                 before = self._values[index].get(key, Sums())
                 self._values[index][key] = Sums(before.total + value, before.times + 1, value)
 
-    def finish(self, index: int) -> None:
+    def finish(self, index: int, cut: bool = False) -> None:
         """Close an environment's episode and keep what it came to."""
         metrics = {}
         for key, (total, times, last) in self._values[index].items():
             metrics[key] = {"sum": total, "average": total / times, "last": last}[self._metrics[key]]
-        self._episodes.append(Episode(float(self._score[index]), self.length(index), metrics, index))
+        self._episodes.append(Episode(float(self._score[index]), self.length(index), metrics, index, cut))
         self.forget(index)
 
     def forget(self, index: int) -> None:
@@ -143,7 +145,8 @@ class Vector:
     """B environments with Gymnasium's interface, stepped one after another.
 
     An environment that raises, or whose reward or observation is not finite, is reported, closed and made
-    anew with a new seed; its episode is cut, showing the last good observation once more, and not counted.
+    anew with a new seed. Its episode ends at the last good observation and is not counted: the step that failed
+    opens the next one, so that nothing is learned from it.
     """
 
     def __init__(
@@ -155,17 +158,21 @@ class Vector:
         max_faults: int,
         metrics: Mapping[str, str],
         render: bool = False,
+        limit: int | None = None,
     ) -> None:
+        """Make `size` environments; none of their episodes is longer than a limit, if there is one."""
         from shoal.envs import gymnasium
 
-        self.size = size
-        self.environments: list[Any] = []  # None: closed after a fault, to be made anew
+        self.size, self._limit = size, limit
+        self._labels = [f"environment {index} of {size} ({name})" for index in range(size)]
+        self.environments: list[Any] = []  # None: closed after a fault, about to be made anew
         self._name, self._create, self._max_faults, self._metrics = name, create, max_faults, metrics
         self._drawn = render
-        self._picture: Array | None = None  # the last one
         try:
-            for _ in range(size):
+            for label in self._labels:
+                doing.here().begin("the making", label)
                 self.environments.append(create())
+            doing.here().end()
             seen, self._write = gymnasium.observations(self.environments[0].observation_space)
             taken, self.decode = gymnasium.actions(self.environments[0].action_space)
         except Exception as error:
@@ -208,11 +215,13 @@ class Vector:
         reward, discount = np.zeros(self.size), np.ones(self.size, np.float32)
         opens, ended = self._ended, [False] * self.size
         problems: dict[int, str] = {}
+        now = doing.here()
         self._steps += 1
         for index, environment in enumerate(self.environments):
             if opens[index]:
                 self._open(index, observation)
                 continue
+            now.begin("a step", self._labels[index])
             try:
                 seen, reward[index], terminated, truncated, info = environment.step(chosen[index])
                 self._write(observation, index, seen)
@@ -224,19 +233,20 @@ class Vector:
             if terminated:
                 discount[index] = 0.0
             ended[index] = terminated or truncated
+        now.end()
         for index, problem in [*infinite("observation", observation), *infinite("reward", reward)]:
             problems.setdefault(index, problem)
         first = np.array(opens)
         self._tally.add(reward, ~first)
         for index, problem in problems.items():
             self._fault(index, problem)
-            for now, before in zip(leaves(observation), leaves(self._observation), strict=True):
-                now[index] = before[index]
-            reward[index], discount[index], ended[index] = 0.0, 1.0, True
+            self._open(index, observation)
+            reward[index], discount[index], first[index], ended[index] = 0.0, 1.0, True, False
         for index in range(self.size):
-            if ended[index] and index not in problems:
-                self._tally.finish(index)
-                self._row[index] = 0
+            cut = self._limit is not None and not ended[index] and self._tally.length(index) >= self._limit
+            if ended[index] or cut:
+                self._tally.finish(index, cut)
+                self._row[index], ended[index] = 0, True
         self._observation, self._ended = observation, ended
         return Step(observation, reward.astype(np.float32), discount, first)
 
@@ -250,15 +260,11 @@ class Vector:
         return reports
 
     def render(self) -> Array:
-        """Draw environment 0 as it stands: uint8 [H, W, 3]; after a fault, its last picture once more."""
+        """Draw environment 0 as it stands: uint8 [H, W, 3]."""
         from shoal.envs import gymnasium
 
         check_drawn(self._name, self._drawn, self._opened[0])
-        if self.environments[0] is not None:
-            self._picture = gymnasium.picture(self._name, self.environments[0])
-        if self._picture is None:
-            raise ShoalError(f"{self._name} has no picture yet: it failed before it was first drawn")
-        return self._picture
+        return gymnasium.picture(self._name, self.environments[0])
 
     def encode(self, observation: Any) -> Any:
         """Turn one observation, as an environment shows it, into arrays [1, ...]."""
@@ -273,8 +279,11 @@ class Vector:
 
     def _open(self, index: int, observation: Any) -> None:
         """Open an episode, making the environment anew as often as it fails."""
+        now = doing.here()
+        now.begin("the reset", self._labels[index])
         while (problem := self._try_open(index, observation)) is not None:
             self._fault(index, problem)
+        now.end()
         self._seeded[index] = self._opened[index] = True
 
     def _try_open(self, index: int, observation: Any) -> str | None:

@@ -104,7 +104,9 @@ def evaluation_line(result: Mapping[str, Any]) -> str:
     """One evaluation as a line."""
     extra = "".join(f"  {name} {value:.4g}" for name, value in result["metrics"].items())
     count = len(result["scores"])
-    return f"evaluation at step {result['steps']:,}: mean return {number(result['mean'])} over {count} episodes{extra}"
+    cut = f" ({result['cut']} cut off by evaluation.max_steps)" if result.get("cut") else ""
+    mean = number(result["mean"])
+    return f"evaluation at step {result['steps']:,}: mean return {mean} over {count} episodes{cut}{extra}"
 
 
 def progress_line(view: Mapping[str, Any]) -> str:

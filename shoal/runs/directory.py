@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import logging
 import os
 import re
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import SettingsError, nearest
 
+log = logging.getLogger("shoal")
 RUNS = Path("runs")
 CONFIG = "config.yaml"
 LOG = "log.txt"
 SUMMARY = "summary.json"
+CHECKPOINTS = "checkpoints"
+BEGINNING = "step_0"  # the checkpoint in which nothing has been learned
 
 
 def fresh(environment: str, algorithm: str) -> Path:
@@ -26,13 +32,27 @@ def fresh(environment: str, algorithm: str) -> Path:
 
 
 def create(folder: Path) -> None:
-    """Make a run's folder; one that holds a run already is not taken for another."""
-    if (folder / CONFIG).exists():
+    """Make a run's folder; one that holds what was learned before is not taken for another run."""
+    if learned(folder) or (folder / SUMMARY).exists():
         raise SettingsError(f"{folder} holds a run already: go on with `shoal resume {folder}`, or name another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SettingsError(f"cannot make the run's folder {folder}: {error.strerror}") from None
+
+
+def learned(folder: Path) -> bool:
+    """Whether a run has a checkpoint beside the one that it began with."""
+    return any(path.name != BEGINNING for path in (folder / CHECKPOINTS).glob("[!.]*"))
+
+
+def clear(folder: Path) -> None:
+    """Set aside the log of a start that failed before anything was learned, and forget the rest of it."""
+    if (folder / CONFIG).exists() and (folder / LOG).exists():
+        names = (folder / f"log-{number}.txt" for number in range(1, 10_000))
+        (folder / LOG).rename(next(name for name in names if not name.exists()))
+    (folder / CONFIG).unlink(missing_ok=True)
+    shutil.rmtree(folder / CHECKPOINTS / BEGINNING, ignore_errors=True)
 
 
 def locate(run: str | Path) -> Path:
@@ -41,7 +61,7 @@ def locate(run: str | Path) -> Path:
     known = sorted((item.parent for item in RUNS.glob(f"*/{CONFIG}")), key=lambda item: item.stat().st_mtime)
     if str(run) == "latest" and known:
         # One that failed before it learned anything is hardly meant.
-        return next((item for item in reversed(known) if (item / "checkpoints").is_dir()), known[-1])
+        return next((item for item in reversed(known) if (item / CHECKPOINTS).is_dir()), known[-1])
     for candidate in (path, RUNS / path):
         if (candidate / CONFIG).is_file():
             return candidate
@@ -55,12 +75,13 @@ def locate(run: str | Path) -> Path:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold a run for this process alone; the lock goes with the process, however it ends."""
+    check_links(folder)
     try:
         import fcntl
     except ImportError:  # not on this system: two processes at once are the user's care
         yield
         return
-    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -75,6 +96,44 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def check_links(folder: Path) -> None:
+    """Refuse a folder in which a symbolic link leads out of it: what is written to a run must stay there."""
+    home = folder.resolve()
+    for where, folders, files in os.walk(home):
+        for path in (Path(where, name) for name in (*folders, *files)):
+            if path.is_symlink() and not path.resolve().is_relative_to(home):
+                raise SettingsError(
+                    f"{path} is a symbolic link to {os.readlink(path)}, outside of the run: what is written here would "
+                    "change what is there; remove the link"
+                )
+
+
+def check_code(folder: Path, tree: Mapping[str, Any]) -> None:
+    """Say which code the settings of a run name, and refuse what lies in its folder: to look at a run must not run it.
+
+    Only the first package of a path is looked up, since finding what is in it would import it.
+    """
+    algorithm, environment = tree.get("algorithm"), tree.get("environment")
+    named = [tree.get("engine"), *(part.get(key) for part, key in ((algorithm, "name"), (environment, "id"))
+                                   if isinstance(part, Mapping))]  # fmt: skip
+    paths = [path for path in named if isinstance(path, str) and ":" in path and not path.startswith("shoal.")]
+    home = folder.resolve()
+    for path in paths:
+        try:
+            spec = importlib.util.find_spec(path.partition(":")[0].partition(".")[0])
+        except (ImportError, ValueError):
+            continue  # which whoever needs it will say
+        places = [] if spec is None else [*(spec.submodule_search_locations or []), *filter(None, [spec.origin])]
+        for place in places:
+            if Path(place).resolve().is_relative_to(home):
+                raise SettingsError(
+                    f"{folder / CONFIG} names {path}, which lies in the run's own folder ({place}): it is not imported "
+                    "from there; if you trust it, install it or move it elsewhere"
+                )
+    if paths:
+        log.info("%s names code beside shoal's own, which is imported: %s", folder / CONFIG, ", ".join(paths))
+
+
 def note(folder: Path, line: str) -> None:
     """Write a line into the run's log, without showing it."""
     with suppress(OSError), (folder / LOG).open("a", encoding="utf-8") as file:
@@ -85,6 +144,7 @@ def write(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     draft = path.with_suffix(".tmp")
     try:
+        draft.unlink(missing_ok=True)  # also a link that somebody left there
         draft.write_text(text)
         draft.replace(path)
     except OSError:

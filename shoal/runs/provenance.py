@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import platform
+import re
 import subprocess
 import sys
 import threading
@@ -26,6 +27,9 @@ DIFF_LIMIT = 1 << 20  # bytes
 STATUS_LIMIT = 200  # lines
 # The folder decides which repository is meant, also where a hook of another one started the run.
 ELSEWHERE = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
+# A repository's own settings can name programs, and the one in this folder may be a stranger's.
+HARMLESS = ("core.fsmonitor=false", "core.hooksPath=/dev/null", "core.pager=cat", "diff.external=")
+PROGRAMS = re.compile(r"filter\..*\.(clean|smudge|process|required)|diff\..*\.(command|textconv)", re.DOTALL)
 
 
 def collect(folder: Path, devices: Sequence[str] | None = None) -> dict[str, Any]:
@@ -159,7 +163,7 @@ def accelerators() -> list[str]:
 
 def repository(folder: Path) -> dict[str, Any] | None:
     """The commit, the branch and the changed files of a folder; None: git does not know it."""
-    status = git(folder, "status", "--porcelain")
+    status = git(folder, "status", "--porcelain", "--ignore-submodules=all")
     if status is None:
         return None
     head, branch = (
@@ -179,7 +183,15 @@ def repository(folder: Path) -> dict[str, Any] | None:
 def diff(folder: Path) -> bytes:
     """What differs from the last commit, as git can apply it; empty: nothing, or git does not know."""
     # Without what a user's own configuration may make of it.
-    options = ("--no-color", "--no-ext-diff", "--no-textconv", "--no-relative", "--src-prefix=a/", "--dst-prefix=b/")
+    options = (
+        "--ignore-submodules=all",
+        "--no-color",
+        "--no-ext-diff",
+        "--no-textconv",
+        "--no-relative",
+        "--src-prefix=a/",
+        "--dst-prefix=b/",
+    )
     changes = git(folder, "diff", "HEAD", *options, limit=DIFF_LIMIT) or b""
     if len(changes) > DIFF_LIMIT:
         whole = changes[: changes.rfind(b"\n", 0, DIFF_LIMIT) + 1]
@@ -189,14 +201,30 @@ def diff(folder: Path) -> bytes:
 
 def git(folder: Path, *words: str, limit: int = 16 << 20) -> bytes | None:
     """The first bytes that git says about a folder, one more than the limit if there are more; None: it cannot say."""
-    environment = {key: value for key, value in os.environ.items() if key not in ELSEWHERE}
+    known = _git(folder, "config", "--null", "--list", "--name-only", "--show-scope", limit=1 << 20)
+    if known is None:
+        return None
+    told = known.decode(errors="surrogateescape").split("\0")
+    own = [key for scope, key in zip(told[::2], told[1::2], strict=False) if scope in ("local", "worktree")]
+    silenced = [(key, "false" * key.endswith(".required")) for key in own if PROGRAMS.fullmatch(key)]
+    # By the environment, since on the command line a name may not hold an equals sign.
+    settings = {"GIT_CONFIG_COUNT": str(len(silenced))}
+    for index, (key, value) in enumerate(silenced):
+        settings |= {f"GIT_CONFIG_KEY_{index}": key, f"GIT_CONFIG_VALUE_{index}": value}
+    return _git(folder, *(word for pair in HARMLESS for word in ("-c", pair)), *words, limit=limit, **settings)
+
+
+def _git(folder: Path, *words: str, limit: int, **settings: str) -> bytes | None:
+    environment = {key: value for key, value in os.environ.items() if key not in ELSEWHERE} | settings
+    # Other programs may be using the repository; what is missing in it is not fetched.
+    environment |= {"GIT_OPTIONAL_LOCKS": "0", "GIT_ALLOW_PROTOCOL": "none", "GIT_NO_LAZY_FETCH": "1"}
     try:
         process = subprocess.Popen(
             ["git", "-C", str(folder), *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**environment, "GIT_OPTIONAL_LOCKS": "0"},  # other programs may be using the repository
+            env=environment,
         )
     except OSError:
         return None

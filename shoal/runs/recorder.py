@@ -162,7 +162,7 @@ def shares(now: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> d
     earlier = before.get("waits", {})
     waits = {name: (spent - earlier.get(name, 0)) / total for name, spent in now.get("waits", {}).items()}
     return {
-        **{key: value for key, value in now.items() if key not in ("waits", "working")},
+        **{key: value for key, value in now.items() if key not in ("waits", "working", "busy", "doing")},
         "moves_per_s": round((now.get("moves", 0) - before.get("moves", 0)) / total, 2),
         "working": round((now.get("working", 0) - before.get("working", 0)) / total, 4),
         "waits": {name: round(share, 4) for name, share in waits.items()},

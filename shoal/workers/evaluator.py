@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from shoal import envs
 from shoal.core.algorithm import Algorithm
+from shoal.core.doing import FIRST, Seldom
 from shoal.core.randomness import derive, seed_everything
 from shoal.core.rights import calls
 from shoal.core.tree import to_numpy, to_torch
@@ -17,7 +19,7 @@ from shoal.core.types import INTERRUPTED, Act, Step, Work
 from shoal.workers.policy import Follower
 
 WIDEST = 32  # environments stepped together
-PATIENCE = 200  # steps between questions whether anyone still wants to know
+PATIENCE = 200  # steps between questions whether anyone still wants to know, and between turns of others
 
 
 @calls(
@@ -26,12 +28,16 @@ PATIENCE = 200  # steps between questions whether anyone still wants to know
     checkpoints=("save_best",),
 )
 def evaluate(experiment: Any, parameters: Any, journal: Any, checkpoints: Any) -> Work:
-    """Score the weights each time enough steps have passed, and the last ones; one unit of work is one score."""
+    """Score the weights each time enough steps have passed, and the last ones; one unit of work is a part of a score.
+
+    Under lockstep it is a whole one, so that a score has ended before the next checkpoint.
+    """
     torch.set_num_threads(1)
     own = int(np.random.randint(2**31))
     due, final = journal.last_evaluated() + experiment.evaluation_interval, False
     worlds: Any = None
     policy: Follower | None = None
+    complaint = Seldom()
     try:
         while not final:
             status = parameters.status()
@@ -48,10 +54,17 @@ def evaluate(experiment: Any, parameters: Any, journal: Any, checkpoints: Any) -
             if experiment.lockstep:  # a score depends on the weights only, not on the scores before it
                 seed_everything(derive(own, policy.steps, "choices"))
             ended: list[envs.Episode] = []
+            begun = time.monotonic()
             playing = play(experiment.algorithm, policy, worlds, experiment.evaluation.episodes)
-            for instant, ended in enumerate(playing, 1):  # noqa: B007 - the last is what counts
-                if instant % PATIENCE == 0 and journal.stopping() == INTERRUPTED:
+            for instant, ended in enumerate(playing, 1):
+                if instant % PATIENCE:
+                    continue
+                if journal.stopping() == INTERRUPTED:
                     return
+                if (taken := time.monotonic() - begun) > FIRST and complaint.due():
+                    journal.report(slow(experiment, taken, instant, len(ended)))
+                if not experiment.lockstep:
+                    yield True
             result = summarise(policy.steps, ended)
             journal.acted([], worlds.faults())
             over = journal.evaluated(result)
@@ -72,8 +85,18 @@ def evaluate(experiment: Any, parameters: Any, journal: Any, checkpoints: Any) -
 
 def open_worlds(experiment: Any, seed: int) -> envs.Worlds:
     """Environments for evaluation, with seeds of their own."""
-    size = min(experiment.evaluation.episodes, WIDEST)
-    return envs.make(experiment.environment, size, seed=seed, evaluation=True)
+    size, limit = min(experiment.evaluation.episodes, WIDEST), experiment.evaluation.max_steps
+    return envs.make(experiment.environment, size, seed=seed, evaluation=True, limit=limit)
+
+
+def slow(experiment: Any, seconds: float, steps: int, ended: int) -> str:
+    """What to tell a user who wonders why a score does not come."""
+    limit = experiment.evaluation.max_steps
+    cuts = "never cuts an episode" if limit is None else f"cuts an episode after {limit:,} steps"
+    return (
+        f"evaluator: this evaluation has taken {seconds:.0f} s and {steps:,} steps of each environment so far; "
+        f"{ended} of {experiment.evaluation.episodes} episodes have ended; evaluation.max_steps {cuts}"
+    )
 
 
 def play(
@@ -88,7 +111,6 @@ def play(
     Yields those that ended so far, at every instant; `chosen` hears each step, the carry at it, and the choice made.
     Taking the episodes that end first would favour short ones.
     """
-    torch.set_num_threads(1)
     size = worlds.size
     wanted = np.full(size, count // size) + (np.arange(size) < count % size)
     kept: list[envs.Episode] = []
@@ -96,6 +118,7 @@ def play(
     step, carry = worlds.reset(), algorithm.begin(policy.net, size)
     yield kept
     while wanted.any():
+        torch.set_num_threads(1)  # again and again, since workers of one process share the number
         seen = Step(*(to_torch(part, policy.device) for part in step))
         with torch.inference_mode():
             choice = algorithm.act(policy.net, seen, carry, None)
@@ -124,4 +147,5 @@ def summarise(steps: int, episodes: list[envs.Episode]) -> dict[str, Any]:
         "length": length,
         "scores": scores,
         "metrics": metrics,
+        "cut": sum(episode.cut for episode in episodes),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal.core.doing import here
 from shoal.core.errors import Fatal
 from shoal.core.rights import calls
 from shoal.core.types import Work
@@ -176,9 +178,45 @@ def freezes(shelf: Any) -> Work:
     yield True
 
 
-def never_ending_unit(shelf: Any) -> Work:
+RELEASED = threading.Event()  # of which every process has its own
+
+
+def stuck(shelf: Any) -> Work:
+    """Stay inside the second unit of work."""
     yield True
-    threading.Event().wait(3600)
+    RELEASED.wait(3600)
+    yield True
+
+
+def stuck_in(shelf: Any, what: str) -> Work:
+    """Stay inside something that has a name."""
+    yield True
+    here().begin(what, "a thing")
+    RELEASED.wait(3600)
+    yield True
+
+
+def tell_signals(shelf: Any) -> Work:
+    """Say what this process does with signals."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        shelf.put(number.name, int(signal.getsignal(number)))  # type: ignore[arg-type]
+    yield True
+
+
+def spins() -> Work:
+    """Compute without end."""
+    yield True
+    while True:
+        time.monotonic()
+
+
+def stuck_in_a_library(silent: bool) -> Work:
+    """Wait for oneself where no signal is heard; silently, where no other thread of Python runs either."""
+    library = (ctypes.PyDLL if silent else ctypes.CDLL)(None)
+    mutex = ctypes.create_string_buffer(64)
+    yield True
+    for _ in range(2):
+        library.pthread_mutex_lock(mutex)
     yield True
 
 

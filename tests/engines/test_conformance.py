@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +17,7 @@ import psutil
 import pytest
 
 from shoal.core.errors import DeadlineExceeded, ShoalError, Stalled, WorkerFailed
-from shoal.engines import ENGINES, Options, make
+from shoal.engines import ENGINES, Options, driving, make
 from shoal.engines.links import LINKS
 from shoal.engines.links.terms import Terms
 from shoal.engines.node import Node, listen
@@ -192,7 +193,102 @@ def test_nothing_moving_is_reported_and_ends_the_run(build: Any, name: str) -> N
     assert "one: 0 moves, last asked shelf.get" in report
     assert "two: 0 moves, last asked shelf.get" in report
     assert "programs.py" in report  # where they stand
-    assert name == "inline" or "in wait" in report  # the stacks
+    assert "in wait" in report  # the stacks
+
+
+@pytest.fixture
+def released() -> Iterator[None]:
+    """Let go of what is stuck in a thread of this process, when all is said."""
+    programs.RELEASED.clear()
+    yield
+    programs.RELEASED.set()
+
+
+@EVERY
+@pytest.mark.parametrize("lockstep", [False, True], ids=["free", "lockstep"])
+def test_one_stuck_worker_ends_the_run_whoever_else_moves(build: Any, released: Any, name: str, lockstep: bool) -> None:
+    engine = build(name, stall=1.0, lockstep=lockstep)
+    shelf = engine.serve("shelf", programs.Shelf)
+    engine.run("busy", programs.count_up, shelf, "count")
+    engine.run("stuck", programs.stuck, shelf)
+    with pytest.raises((Stalled, WorkerFailed)) as caught:
+        engine.wait("stuck")
+    report = str(caught.value)
+    assert lockstep or caught.type is Stalled
+    assert "stuck has been inside one unit of work for" in report
+    assert "stuck: 1 moves" in report
+    assert "RELEASED.wait(3600)" in report  # the stacks
+
+
+@pytest.mark.parametrize("silent", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_process_that_nothing_can_interrupt_says_where_it_stands_and_ends(silent: bool) -> None:
+    code = (
+        "from shoal.engines import Options, make; from tests.engines import programs;"
+        f"engine = make('inline', Options(stall=1.0)); engine.run('stuck', programs.stuck_in_a_library, {silent});"
+        "engine.wait('stuck')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds(60))
+    assert done.returncode == 1
+    assert "programs.py" in done.stderr
+    assert "stuck_in_a_library" in done.stderr
+    if not silent:
+        assert "stuck has been inside one unit of work for" in done.stderr
+        assert "it cannot be interrupted: the process ends" in done.stderr
+
+
+def test_workers_do_not_inherit_what_is_done_with_signals(build: Any) -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        engine = build("processes")
+        shelf = engine.serve("shelf", programs.Shelf)
+        engine.run("one", programs.tell_signals, shelf)
+        engine.wait("one")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert shelf.get("SIGINT") == signal.SIG_IGN  # the head ends its workers in order
+    assert shelf.get("SIGTERM") == signal.SIG_DFL
+
+
+def test_a_thread_of_a_notebook_is_interrupted_as_well(build: Any) -> None:
+    engine, caught = build("inline", stall=0.5), []
+    engine.run("stuck", programs.spins)
+
+    def wait() -> None:
+        with pytest.raises(Stalled) as found:
+            engine.wait("stuck")
+        caught.append(str(found.value))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join()
+    assert "stuck has been inside one unit of work" in caught[0]
+
+
+@EVERY
+def test_what_is_stuck_does_not_delay_a_run_that_was_asked_to_end(build: Any, released: Any, name: str) -> None:
+    engine = build(name, stall=10.0)  # a tenth of which is waited for
+    shelf = engine.serve("shelf", programs.Shelf)
+    engine.run("stuck", programs.stuck_in, shelf, "a step")
+    asking = threading.Timer(0.5, engine.hurry)
+    asking.start()
+    with pytest.raises(Stalled, match="asked to end, but stuck has been inside a step of a thing for"):
+        engine.wait("stuck")
+    asking.join()
+
+
+@EVERY
+def test_what_takes_long_is_said_now_and_then(
+    build: Any, released: Any, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(driving, "FIRST", 0.3)
+    engine = build(name, stall=3.0)
+    shelf = engine.serve("shelf", programs.Shelf)
+    engine.run("slow", programs.stuck_in, shelf, "a step")
+    with pytest.raises(Stalled):
+        engine.wait("slow")
+    said = [line for line in caplog.messages if "takes long" in line]
+    assert len(said) == 1  # the next after 20 seconds
+    assert said[0].startswith("slow: a step of a thing takes long, ")
 
 
 @EVERY
@@ -416,6 +512,7 @@ HEAD = """
 import sys
 sys.path.insert(0, {root!r})
 from tests.engines import programs
+from tests.pace import seconds
 from shoal.engines import Options, make
 engine = make("processes", Options(homes={{"shelf": "one"}}, stall=60))
 shelf = engine.serve("shelf", programs.Shelf)

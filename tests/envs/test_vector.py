@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from shoal.core.errors import Fatal, ShoalError
+from shoal.core.errors import Fatal
 from shoal.envs import Environment, make
 from shoal.envs.toy import Counting
 from shoal.envs.vector import HEALTHY_STEPS, Vector
@@ -175,11 +175,11 @@ def test_only_the_first_reset_passes_a_seed():
 def test_a_fault_cuts_the_episode(how, words):
     worlds = faulty([(3,), ()], how=how)
     steps = stream(worlds, 15)
-    assert [int(step.observation["count"][0, 0]) for step in steps[:7]] == [0, 1, 2, 2, 0, 1, 2]
-    np.testing.assert_array_equal(steps[3].observation["time"], steps[2].observation["time"])
-    assert [float(step.reward[0]) for step in steps[:7]] == [0, 1, 1, 0, 0, 1, 1]
+    # The step that failed opens the next episode, and so does not count as one of the last.
+    assert [int(step.observation["count"][0, 0]) for step in steps[:7]] == [0, 1, 2, 0, 1, 2, 3]
+    assert [float(step.reward[0]) for step in steps[:7]] == [0, 1, 1, 0, 1, 1, 1]
     assert [float(step.discount[0]) for step in steps[:7]] == [1] * 7
-    assert [bool(step.first[0]) for step in steps[:7]] == [True, False, False, False, True, False, False]
+    assert [bool(step.first[0]) for step in steps[:7]] == [True, False, False, True, False, False, False]
     assert [(episode.score, episode.length) for episode in worlds.episodes()] == [(10.0, 10)]
     (report,) = worlds.faults()
     line = report.splitlines()[0]
@@ -204,7 +204,7 @@ def test_a_fault_leaves_the_other_environments_alone():
     steps = stream(worlds, 6)
     counts = np.array([step.observation["count"][:, 0] for step in steps])
     np.testing.assert_array_equal(counts[:, 0], [0, 1, 2, 3, 4, 5, 6])
-    np.testing.assert_array_equal(counts[:, 1], [0, 1, 2, 2, 0, 1, 2])
+    np.testing.assert_array_equal(counts[:, 1], [0, 1, 2, 0, 1, 2, 3])
 
 
 def test_a_reset_that_fails_later_opens_the_next_episode_all_the_same():
@@ -231,7 +231,7 @@ def test_too_many_faults_in_a_row_end_the_run():
     message = str(caught.value)
     assert "3 faults in a row, 2 allowed" in message
     assert f"seed {Faulty.seeds[-1]}" in message
-    assert "step 2 of its episode, step 8 in all" in message
+    assert "step 2 of its episode, step 6 in all" in message
     assert "Traceback" in message
     assert "broke at 2" in message
     assert len(worlds.faults()) == 2
@@ -244,10 +244,10 @@ def test_a_finished_episode_begins_a_new_row():
     assert len(worlds.faults()) > 5
 
 
-@pytest.mark.parametrize(("healthy", "ends"), [(HEALTHY_STEPS, False), (HEALTHY_STEPS - 1, True)])
+@pytest.mark.parametrize(("healthy", "ends"), [(HEALTHY_STEPS + 1, False), (HEALTHY_STEPS, True)])
 def test_enough_healthy_steps_begin_a_new_row(healthy, ends, monkeypatch):
     monkeypatch.setattr(Faulty, "show", lambda self: {"count": np.zeros(1, np.float32), "time": 0})
-    worlds = faulty([(healthy,)], max_faults=1, length=10**9)  # the opening after a fault is a healthy step
+    worlds = faulty([(healthy,)], max_faults=1, length=10**9)  # the last of them fails
     if ends:
         with pytest.raises(Fatal, match="2 faults in a row"):
             stream(worlds, 5 * HEALTHY_STEPS)
@@ -315,26 +315,30 @@ class Sketch(Faulty):
         return np.full((2, 2, 3), self.count, np.uint8)
 
 
-def test_after_a_fault_the_last_picture_is_shown_once_more():
+def test_after_a_fault_the_next_episode_is_pictured():
     worlds = Vector("Sketch", lambda: Sketch((3,)), 1, 7, 5, {}, render=True)
     worlds.reset()
     shown = [int(worlds.render()[0, 0, 0])]
     for _ in range(5):
         worlds.step(np.array([0]))
         shown.append(int(worlds.render()[0, 0, 0]))
-    assert shown == [0, 1, 2, 2, 0, 1]
+    assert shown == [0, 1, 2, 0, 1, 2]
     assert len(worlds.faults()) == 1
     assert worlds.fps == 30  # nobody said
     worlds.close()
 
 
-def test_no_picture_of_what_failed_before_it_was_drawn():
-    worlds = Vector("Sketch", lambda: Sketch((1,)), 1, 7, 5, {}, render=True)
-    worlds.reset()
-    worlds.step(np.array([0]))
-    with pytest.raises(ShoalError, match="no picture yet"):
-        worlds.render()
-    worlds.close()
+@pytest.mark.parametrize("limit", [3, 10, 11])
+def test_a_limit_cuts_episodes_that_do_not_end(limit):
+    worlds = Vector("Faulty", lambda: Faulty(length=10), 1, 7, 5, {}, limit=limit)
+    steps = stream(worlds, 22)
+    length, cut = min(limit, 10), limit < 10
+    assert {(episode.score, episode.length, episode.cut) for episode in worlds.episodes()} == {(length, length, cut)}
+    firsts = [instant for instant, step in enumerate(steps) if step.first[0]]
+    assert firsts == [*range(0, 23, length + 1)]
+    last = steps[length]
+    assert int(last.observation["count"][0, 0]) == length  # its true last observation
+    assert float(last.discount[0]) == (1.0 if cut else 0.0)
 
 
 def test_import_is_light():

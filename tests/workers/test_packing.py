@@ -12,6 +12,8 @@ import torch
 
 from shoal.core.tree import leaves, map_tree
 from shoal.core.types import Batch, NStep, Sequence, Step
+from shoal.envs.toy import Counting
+from shoal.envs.vector import Vector
 from shoal.workers.packing import Sequences, Transitions, make
 
 Item = dict[str, Any]
@@ -335,3 +337,43 @@ def test_an_episode_shorter_than_n_gives_what_it_has():
 def test_what_cannot_be_cut_says_so(experience):
     with pytest.raises(ValueError, match="must be at least"):
         make(experience, 2)
+
+
+class Breaking(Counting):
+    """Counts, and fails at every seventh step of its life."""
+
+    life = 0
+
+    def step(self, action: int) -> Any:
+        self.life += 1
+        if self.life % 7 == 0:
+            raise RuntimeError("the simulator crashed")
+        return super().step(action)
+
+
+@pytest.mark.parametrize(
+    "experience", [NStep(1, 0.5), NStep(3, 0.5), Sequence(4, overlap=1), Sequence(6, across=False)], ids=str
+)
+def test_nothing_is_learned_from_a_step_that_failed(experience: NStep | Sequence) -> None:
+    lengths = iter([5, 12, *[12] * 100])
+    worlds = Vector("Breaking", lambda: Breaking(next(lengths)), 2, 0, 1000, {})
+    packer = make(experience, 2)
+    packer.observe(worlds.reset())
+    learned = set()
+    for instant in range(200):
+        packer.choose(np.zeros(2, np.int64), {}, instant)
+        if (items := packer.observe(worlds.step(np.zeros(2, np.int64)))) is None:
+            continue
+        count, first = items["observation"][..., 0], items["first"]
+        steps = count[1:] - count[:-1]
+        real = ~first[1:]
+        most = experience.n if isinstance(experience, NStep) else 1
+        assert ((steps >= 1) & (steps <= most))[real].all()  # none leads from an observation to itself
+        for begin, taken, reward in zip(count[:-1][real], steps[real], items["reward"][real], strict=True):
+            assert reward == sum(0.5**k * (begin + k + 1) for k in range(int(taken)))
+            learned.add((int(begin), int(taken)))
+        assert (items["discount"][real & (count[1:] == 6)] > 0).all()  # where it broke, the value of what was seen last
+    assert len(worlds.faults()) > 40
+    assert (5, 1) in learned  # the last step before a fault
+    assert not [pair for pair in learned if sum(pair) > 6]
+    worlds.close()
