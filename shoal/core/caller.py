@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 
 _caller: ContextVar[str] = ContextVar("caller", default="")
 
 
 def caller() -> str:
-    """The worker whose call is being answered."""
-    return _caller.get() or "someone"
+    """The worker whose call is being answered, in this thread; empty: nobody said."""
+    return _caller.get()
 
 
-@contextmanager
-def called_by(name: str) -> Iterator[None]:
-    """Answer a call of this worker."""
-    token = _caller.set(name)
-    try:
-        yield
-    finally:
-        _caller.reset(token)
+def call_as(name: str) -> None:
+    """Be this worker from now on, in this thread."""
+    _caller.set(name)

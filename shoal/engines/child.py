@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from shoal.core.caller import call_as, caller
 from shoal.core.errors import DeadlineExceeded, Fatal, Refused, ServiceFailed, ServiceLost, ShoalError, WireError
 from shoal.core.randomness import Randomness, seed_everything
 from shoal.core.recipe import allow, find, rebuild
@@ -49,7 +50,7 @@ class Remote:
                 self._pipe = self._connect()
             self._activity.call(name)
             try:
-                self._pipe.send((self._service, method, args))
+                self._pipe.send((self._service, method, args, caller()))
                 (answered, value), _ = self._pipe.receive()
             except (DeadlineExceeded, ServiceLost) as error:
                 self._pipe = None  # its host may be started again
@@ -76,8 +77,9 @@ def answer_calls(
     ready.wait()
     try:
         while True:
-            (name, method, args), _ = pipe.receive(copy=False)
+            (name, method, args, told), _ = pipe.receive(copy=False)
             try:
+                call_as(rights.caller if rights is not None else told)  # the head may call on behalf of another
                 if rights is not None:
                     rights.check(name, method)
                 function = getattr(services[name], method)

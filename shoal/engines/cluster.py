@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal.core.caller import call_as
 from shoal.core.errors import (
     DeadlineExceeded,
     Refused,
@@ -235,6 +236,7 @@ class Cluster:
         if rights is None or (self.places.get(worker) != station.name and worker not in told):
             raise Refused(f"{worker:.200} does not live on node {station.name}, or does not any more")
         rights.check(service, method)
+        call_as(worker)
         return self.answers.ask(worker, life, number, lambda: self._call(service, method, given))
 
     def reach(self, worker: str, kind: str, *args: Any) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shoal.core.caller import call_as
 from shoal.core.doing import FIRST, Doing, Seldom, here
 from shoal.core.errors import Stalled
 from shoal.core.rights import Rights, rights_of
@@ -220,6 +221,7 @@ def granted(name: str, work: Callable[..., Work], args: Sequence[Any]) -> list[A
 def advance(work: Work, activity: Activity) -> bool | None:
     """Take one unit of work; None: the worker has ended."""
     activity.work = work
+    call_as(activity.name)
     start, waited = time.perf_counter(), sum(activity.waiting.values())
     activity.doing = doing = here()
     doing.end()  # of what came before, whatever it was

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal.core.caller import call_as, caller
 from shoal.core.errors import DeadlineExceeded, Fatal, ServiceFailed, ServiceLost, ShoalError, WireError
 from shoal.core.randomness import Randomness, seed_everything
 from shoal.core.recipe import allow, find, rebuild
@@ -93,7 +94,7 @@ class Hosted:
         import ray
 
         try:
-            asked = self._handle().call.remote((self._service, method, plain(args)))
+            asked = self._handle().call.remote((self._service, method, plain(args), caller()))
             kind, value = ray.get(asked, timeout=self._deadline)
             if kind == KEPT:
                 return ray.get(value[0], timeout=self._deadline)
@@ -235,9 +236,10 @@ class Host:
 
     # What others ask.
 
-    def call(self, request: tuple[str, str, list[Any]]) -> tuple[int, Any]:
+    def call(self, request: tuple[str, str, list[Any], str]) -> tuple[int, Any]:
         """Answer a call to a service."""
-        name, method, args = request
+        name, method, args, told = request
+        call_as(told)
         self.ready.wait()
         try:
             function = getattr(self.services[name], method)

@@ -30,7 +30,7 @@ class Refusals:
 
         Where nothing else comes, going on would be waiting for ever: then it is an error of the caller's.
         """
-        who = caller()
+        who = caller() or "someone"
         self.total, self.row = self.total + 1, self.row + 1
         self._counts[who] = count = self._counts.get(who, 0) + 1
         line = f"refused {what} of {who}: {reason}"

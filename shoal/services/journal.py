@@ -63,7 +63,9 @@ class Journal:
         played = [(score, length) for score, length, *_ in episodes if _number(score) and _number(length, 0)]
         pulled = [[arm, score] for arm, score in choices if _number(arm, 0) and _number(score)]
         if len(played) < len(episodes) or len(pulled) < len(choices):
-            self.faults.append(f"{caller()} reported episodes or choices that hold no proper numbers: left out")
+            self.faults.append(
+                f"{caller() or 'someone'} reported episodes or choices that hold no proper numbers: left out"
+            )
             self.counts["faults"] += 1
         self.episodes.extend(played)
         self.counts["episodes"] += len(played)

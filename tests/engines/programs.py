@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal.core.caller import caller
 from shoal.core.doing import here
 from shoal.core.errors import Fatal
 from shoal.core.rights import calls
@@ -53,6 +54,10 @@ class Shelf:
     def drawn(self) -> int:
         return self.random
 
+    def sign(self, key: str) -> None:
+        """Note who calls."""
+        self.values[key] = caller()
+
 
 def _copied(value: Any) -> Any:
     if isinstance(value, dict):
@@ -93,6 +98,12 @@ def idle() -> Work:
 
 def answer(shelf: Any, name: str, value: Any) -> Work:
     shelf.put(name, shelf.double(value))
+    yield True
+
+
+def sign(shelves: list[Any], key: str) -> Work:
+    for shelf in shelves:
+        shelf.sign(key)
     yield True
 
 

@@ -161,6 +161,17 @@ def test_a_worker_may_call_only_what_its_recipe_names(build: Any, name: str, wor
 
 
 @EVERY
+def test_a_service_knows_who_calls(build: Any, name: str) -> None:
+    engine = build(name, homes={"near": "host"})
+    shelves = [engine.serve("near", programs.Shelf), engine.serve("here", programs.Shelf)]
+    engine.run("host", programs.idle)
+    for worker in ("one", "two"):
+        engine.run(worker, programs.sign, shelves, worker)
+    engine.wait("one", "two")
+    assert [shelf.get(worker) for shelf in shelves for worker in ("one", "two")] == ["one", "two"] * 2
+
+
+@EVERY
 def test_placement_decides_the_process_of_a_service(build: Any, name: str) -> None:
     engine = build(name, homes={"there": "host"})
     here, there = engine.serve("here", programs.Shelf), engine.serve("there", programs.Shelf)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.core.caller import called_by
+from shoal.core.caller import call_as
 from shoal.core.codec import Codec, Receiver, Sender
 from shoal.core.errors import ShoalError
 from shoal.services.averager import ACTIVE, Averager
@@ -163,9 +163,9 @@ def refused(averager: Averager, group: Group, message: Any, **wrong: Any) -> str
     """Send something that makes no sense, and return the reason for which it was refused."""
     given = {"version": group.receiver.version, "steps": 10, "updates": 1, "metrics": {"loss": 1.0}, **wrong}
     before = {name: array.copy() for name, array in averager.newest().items()}
-    with called_by("group-7/gradient-1"):
-        args = (given["version"], given["steps"], given["updates"], message, given["metrics"])
-        answer = averager.merge(group.name, group.life, *args)
+    call_as("group-7/gradient-1")
+    args = (given["version"], given["steps"], given["updates"], message, given["metrics"])
+    answer = averager.merge(group.name, group.life, *args)
     assert {*answer} == {"refused"}
     for name, array in averager.newest().items():
         np.testing.assert_array_equal(array, before[name])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.core.caller import called_by
+from shoal.core.caller import call_as
 from shoal.core.errors import ShoalError
 from shoal.core.tree import leaves, map_tree
 from shoal.core.types import Store
@@ -251,9 +251,9 @@ class TestAdmission:
 def test_experience_that_makes_no_sense_is_refused_counted_and_its_sender_named(wrong, reason):
     queue = Queue(4, choices=4)
     assert queue.put(items(1))
-    with called_by("actor-7"):
-        for _ in range(12):
-            assert queue.put({**items(2), **wrong})  # it goes on; this is not worth another try
+    call_as("actor-7")
+    for _ in range(12):
+        assert queue.put({**items(2), **wrong})  # it goes on; this is not worth another try
     assert queue.status()["refused"] == 12
     first, tenth = queue.refused()
     assert first.startswith("refused experience of actor-7: ")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.core.caller import called_by
+from shoal.core.caller import call_as
 from shoal.core.errors import Fatal
 from shoal.core.replaying import Replaying
 from shoal.core.types import Store
@@ -356,9 +356,9 @@ def test_an_empty_one_has_nothing_to_keep_and_another_size_is_refused() -> None:
 def test_priorities_that_make_no_sense_are_refused_counted_and_their_sender_named(wrong: list[float]) -> None:
     store = replay()
     store.put(items([1, 2, 3]), np.ones(3))
-    with called_by("actor-3"):
-        assert store.put(items([4, 5]), np.array(wrong))
-        store.update(np.array([0, 1]), np.array(wrong))
+    call_as("actor-3")
+    assert store.put(items([4, 5]), np.array(wrong))
+    store.update(np.array([0, 1]), np.array(wrong))
     assert store.status()["refused"] == 2
     assert store.refused()[0].startswith("refused experience of actor-3: ")
     assert store.status()["filled"] == 3
