@@ -56,7 +56,7 @@ class Shelf:
 
     def sign(self, key: str) -> None:
         """Note who calls."""
-        self.values[key] = caller()
+        self.kept[key] = caller()
 
 
 def _copied(value: Any) -> Any:
