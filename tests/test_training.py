@@ -138,7 +138,7 @@ def test_lockstep_gives_the_same_bits_on_every_engine_however_weights_travel(hos
         "actors": 2,
         "envs": 2,
         "threads": 1,
-        "steps": 600,
+        "steps": 1200,
         "lockstep": True,
         "evaluation": {"episodes": 2, "every": 200},
     }
