@@ -33,7 +33,10 @@ class Told(TypedDict, total=False):
     seconds: Seconds
     working: Seconds
     waits: Annotated[dict[Name, Seconds], Field(max_length=1000)]
+    busy: Seconds
+    doing: Line
     restarts: Count
+    refused: Count
     pid: Count
 
 

@@ -25,10 +25,10 @@ from shoal.engines.options import Machines, Network, Room
 from shoal.services.parameters import Parameters
 from shoal.services.queue import Queue
 from tests.engines import programs
-from tests.pace import seconds
+from tests.pace import long, seconds
 
-# Every engine, and `cluster` by every link.
-EVERY = pytest.mark.parametrize("name", [*ENGINES, *(f"cluster/{link}" for link in LINKS if link != "websocket")])
+# Every engine, and `cluster` by every link; a run on all of them is in tests/test_engines_alike.py.
+EVERY = pytest.mark.parametrize("name", [*ENGINES, *(long(f"cluster/{link}") for link in LINKS if link != "websocket")])
 OWN_PROCESSES = pytest.mark.parametrize("name", ["processes", "ray"])
 
 
@@ -523,7 +523,7 @@ HEAD = """
 import sys
 sys.path.insert(0, {root!r})
 from tests.engines import programs
-from tests.pace import seconds
+from tests.pace import long, seconds
 from shoal.engines import Options, make
 engine = make("processes", Options(homes={{"shelf": "one"}}, stall=60))
 shelf = engine.serve("shelf", programs.Shelf)

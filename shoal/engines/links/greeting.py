@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from shoal.core.errors import DeadlineExceeded, Refused, ServiceLost, ShoalError
@@ -28,7 +28,11 @@ log = logging.getLogger("shoal")
 BACK_OFF = (0.25, 10.0)  # seconds before a link is tried again: at first, and at most
 GREETING = 20.0  # seconds for the handshake
 LIMIT = 1 << 30  # bytes of the largest frame after it
-FACTS: dict[str, str | int] = {"wire": VERSION, "shoal": version("shoal")}
+try:
+    INSTALLED = version("shoal")
+except PackageNotFoundError:  # it runs from its source
+    INSTALLED = "not installed"
+FACTS: dict[str, str | int] = {"wire": VERSION, "shoal": INSTALLED}
 Answer = Callable[[Session, str, list[Any]], Any]
 
 
