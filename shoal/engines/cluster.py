@@ -46,6 +46,7 @@ from shoal.engines.worker import recipe_of
 
 log = logging.getLogger("shoal")
 BEAT = 1.0  # seconds between signs of life
+SENSELESS = 20  # reports in a row that make no sense, after which a node is done without
 UNWANTED = 1000  # names of nodes that are logged when they are refused
 ASK = 1 / 4  # the share of `stall` after which a turn is asked for again, since each time takes a thread of the node
 SHARED = ("seed", "lockstep", "restarts", "deadline", "stall", "silence")  # options that nodes are told
@@ -220,7 +221,12 @@ class Cluster:
         if kind == "call":
             return self._answer_call(station, args)
         if kind == "report":
-            station.hear(args, self.run_name, self.recipes, self.places)
+            try:
+                station.hear(args, self.run_name, self.recipes, self.places)
+            except Refused as error:
+                if station.row == SENSELESS:  # nobody knows what its workers do, or whether they have ended
+                    self._do_without(station, f"node {node} sends reports that make no sense: {error}")
+                raise
             self._forget(name for name in station.ended if self.places.get(name) == node)
             return None
         raise ShoalError(f"the head does not know {kind!r}")
@@ -368,18 +374,21 @@ class Cluster:
                 station.told, station.starting = wanted, True  # until it reports
                 self._forget(name for name in self.rights if self.places.get(name, HERE) == HERE)
         except ServiceFailed as error:  # do without a node that cannot do its part
-            reason = f"node {station.name} refuses its part: {error}"
-            log.warning("%s", reason)
-            station.slots, station.told = 0, []
-            others = [other for other in self.stations.values() if other.slots]
-            if not others and not self.network.listen and not self.network.here:
-                self.failure = Refused(reason)
+            self._do_without(station, f"node {station.name} refuses its part: {error}")
         except WireError as error:  # it would be no smaller the next time
             self.failure = ShoalError(f"node {station.name} cannot be told its work: {error}")
         except (ServiceLost, DeadlineExceeded) as error:
             session.close(str(error))
         finally:
             station.telling = False
+
+    def _do_without(self, station: Station, reason: str) -> None:
+        """Give a node no more work; where there is no other, the run ends."""
+        log.warning("%s", reason)
+        station.slots, station.told = 0, []
+        others = [other for other in self.stations.values() if other.slots]
+        if not others and not self.network.listen and not self.network.here:
+            self.failure = Refused(reason)
 
     def _forget(self, workers: Iterable[str]) -> None:
         """Drop the answers that were kept for workers of nodes, in case they had to ask again."""

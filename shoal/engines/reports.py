@@ -20,6 +20,7 @@ def shown(text: str) -> str:
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
 
 
+Waited = Annotated[str, Field(max_length=200, pattern=r"^[ -~]*$")]  # for a service; empty: for none
 Line = Annotated[str, Field(max_length=LINE), AfterValidator(shown)]
 Text = Annotated[str, Field(max_length=TEXT), AfterValidator(shown)]
 
@@ -32,7 +33,7 @@ class Told(TypedDict, total=False):
     moves: Count
     seconds: Seconds
     working: Seconds
-    waits: Annotated[dict[Name, Seconds], Field(max_length=1000)]
+    waits: Annotated[dict[Waited, Seconds], Field(max_length=1000)]
     busy: Seconds
     doing: Line
     restarts: Count

@@ -58,6 +58,7 @@ class Station:
     renewed: bool = True  # whether its workers have begun since the services they call did
     telling: bool = False  # whether a thread is telling it what to hold
     refused: int = 0  # reports that made no sense
+    row: int = 0  # how many of them came one after the other
 
     def hear(self, args: list[Any], run: str, workers: Collection[str], places: Mapping[str, str]) -> None:
         """Take a report about workers of a run, or refuse it, which is told ever more rarely."""
@@ -68,10 +69,11 @@ class Station:
             if strangers := told.names() - {*workers}:
                 raise Refused(f"{min(strangers)} is no worker of this run")
         except Refused as error:
-            self.refused += 1
+            self.refused, self.row = self.refused + 1, self.row + 1
             if self.refused.bit_count() == 1:  # the first, the second, the fourth, …
                 log.warning("refused a report of node %s, number %d of them: %s", self.name, self.refused, error)
             raise
+        self.row = 0
         mine = {*(self.told or ()), *(name for name, node in places.items() if node == self.name)}
         self.report, self.lines, self.starting = dict(told.workers), told.lines, told.starting
         self.failures = {name: text for name, text in told.failures.items() if name in mine}
