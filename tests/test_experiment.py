@@ -154,7 +154,7 @@ MISTAKES = {
     "unknown key, nothing near": (["qqqq=5"], r"^qqqq: unknown setting; allowed: environment, [^;]*$"),
     "unknown nested key": (
         ["evaluation.evry=5"],
-        r"^evaluation\.evry: unknown setting; allowed: every, episodes, target; did you mean 'every'\?$",
+        r"^evaluation\.evry: unknown setting; allowed: every, episodes, max_steps, target; did you mean 'every'\?$",
     ),
     "unknown key, two deep": (
         ["environment.atari.stick=5"],

@@ -27,6 +27,7 @@ CONFIGS = ROOT / "configs"
 PORT = 7700
 # Short enough to see a lost machine, and work that moves, within the time that its link is down.
 IMPATIENT = ("limits.silence=4", "network.away=4")
+MINUTES = float(os.environ.get("SHOAL_MINUTES", "2"))  # for which a link breaks again and again
 DOWN = 9.0  # seconds that a link is down: its work has moved after 8
 # Of what travels to a node: a few sets of weights a second, so that no machine is fast enough to learn much meanwhile.
 SLOW = "tbf rate 800kbit burst 20kb limit 2mb"
@@ -301,4 +302,65 @@ def test_nodes_join_and_leave_while_a_run_goes_on(net: Net) -> None:
     until(lambda: second.says("holds actor-0, actor-1"), 20, "nobody takes over from a node that left")
     second.slow(False)
     assert homes(net.solved(head, 90), "actor-") == {second.name}
+    net.end(nodes)
+
+
+def growth(process: psutil.Process) -> dict[str, dict[str, float]]:
+    """What a command and all that it started hold: megabytes, descriptors and threads, by name."""
+    found: dict[str, dict[str, float]] = {}
+    for each in [process, *process.children(recursive=True)]:
+        with suppress(psutil.Error):
+            held = {
+                "megabytes": each.memory_info().rss / 1e6,
+                "descriptors": each.num_fds(),
+                "threads": each.num_threads(),
+            }
+            found[f"{each.pid} {each.name()}"] = held
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.timeout(60 * MINUTES + 300)
+def test_a_link_that_breaks_every_20_seconds_costs_nothing_in_the_long_run(net: Net, record_property: Any) -> None:
+    first, second, _ = net.nodes
+    nodes = net.listen()
+    for machine in net.nodes:
+        machine.slow(True)  # PPO's actors then mostly wait for weights; or it would take both cores for as long
+    words = ("evaluation.target=null", "steps=1e12", "limits.silence=8", "network.away=60")
+    head = net.train("ppo_cartpole.yaml", "actors=3", "envs=2", net.addresses, *words)
+    until(lambda: net.steps() > 0, 60, "nothing was learned")
+    families = {"head": psutil.Process(head.pid), "node": psutil.Process(nodes[0].pid)}
+    ends, breaks = time.monotonic() + 60 * MINUTES, 0
+    before: dict[str, Any] = {}
+    while time.monotonic() < ends:
+        machine = (first, second)[breaks % 2]
+        machine.plug("down")
+        time.sleep(10)  # longer than the silence after which a link counts as lost
+        machine.plug("up")
+        until(lambda count=breaks + 1: net.head.says("is away", count), 20, "the link did not break")
+        seen, again = net.steps(), time.monotonic() + 10
+        until(lambda seen=seen: net.steps() > seen, 60, f"nothing is learned after break {breaks + 1}")
+        while time.monotonic() < again:
+            time.sleep(0.5)
+        breaks += 1
+        if breaks == 4:  # all that is made once is there
+            before = {name: growth(family) for name, family in families.items()}
+    after = {name: growth(family) for name, family in families.items()}
+    table = [f"{breaks} breaks in {MINUTES:g} minutes, {net.steps():,} steps"]
+    for name, family in after.items():
+        for worker, held in family.items():
+            was = before[name].get(worker, {})
+            table.append(
+                f"{name}: {worker}: " + ", ".join(f"{was.get(k, 0):.0f} → {v:.0f} {k}" for k, v in held.items())
+            )
+    record_property("table", "\n".join(table))
+    print("\n".join(table))
+    for name, family in before.items():
+        for worker, was in family.items():
+            held = after[name][worker]  # nobody had to begin again
+            assert held["descriptors"] <= was["descriptors"] + 4, table
+            assert held["threads"] <= was["threads"] + 4, table
+            assert held["megabytes"] < 1.2 * was["megabytes"] + 10, table
+    head.terminate()
+    assert head.wait(pace.seconds(30)) == 0
     net.end(nodes)

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from shoal.core.errors import DeadlineExceeded, ShoalError, Stalled, WorkerFailed
-from shoal.engines import ENGINES, Options, driving, make
+from shoal.engines import ENGINES, Options, driving, make, prepare
 from shoal.engines.links import LINKS
 from shoal.engines.links.terms import Terms
 from shoal.engines.node import Node, listen
@@ -29,6 +29,7 @@ from tests.pace import long, seconds
 
 # Every engine, and `cluster` by every link; a run on all of them is in tests/test_engines_alike.py.
 EVERY = pytest.mark.parametrize("name", [*ENGINES, *(long(f"cluster/{link}") for link in LINKS if link != "websocket")])
+LOADED = ("torch",)  # once for all workers of a test
 OWN_PROCESSES = pytest.mark.parametrize("name", ["processes", "ray"])
 
 
@@ -44,14 +45,15 @@ def build(request: pytest.FixtureRequest) -> Iterator[Any]:
             options["machines"] = Machines(network=Network(link=link, listen=address, world=2))
         elif name == "cluster":
             link = link or "websocket"
-            node = Node(2, ("shoal", "tests"))
+            node = Node(2, ("shoal", "tests"), LOADED)
             gate = listen(node, "127.0.0.1:0", Terms("node", link=link))
             open_ones.callback(node.close)
             open_ones.callback(gate.close)
             options["machines"] = Machines(nodes=(gate.address,), network=Network(link=link))
         if name == "ray":
             options["room"] = Room(address=request.getfixturevalue("ray_cluster").address)
-        engine = make(name, Options(**{"stall": seconds(20.0), "deadline": seconds(20.0), **options}))
+        chosen = Options(**{"stall": seconds(20.0), "deadline": seconds(20.0), **options})
+        engine = make(name, chosen, prepare(name, LOADED))
         open_ones.callback(engine.close)
         return engine
 

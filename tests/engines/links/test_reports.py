@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shoal.core.errors import ServiceFailed, ShoalError
-from shoal.engines.cluster import Cluster
+from shoal.engines.cluster import SENSELESS, Cluster
 from shoal.engines.links import greeting
 from shoal.engines.links.greeting import meet
 from shoal.engines.links.session import Session
@@ -101,6 +101,7 @@ def test_a_report_is_believed_if_it_makes_sense(
         assert any(part in str(caught.value) for part in told.split("|")), (case, str(caught.value))
         assert "\n" not in str(caught.value), case
         assert cluster.report() == good, case
+        session.call("report", *GOOD, seconds=seconds(20))
     session.call("report", *changed(0, "another"), seconds=seconds(20))  # of a run before this one
     cluster._tend()
     assert cluster.report() == good
@@ -108,6 +109,17 @@ def test_a_report_is_believed_if_it_makes_sense(
     assert [line.partition(":")[0] for line in lines] == [
         f"refused a report of node badger, number {count} of them" for count in (1, 2, 4, 8, 16)
     ]
+
+
+def test_a_node_whose_reports_make_no_sense_is_done_without(joined: tuple[Cluster, Session]) -> None:
+    """Else nobody would ever hear that its workers have ended."""
+    cluster, session = joined
+    cluster.network = Network()  # nobody else can join
+    for _ in range(SENSELESS):
+        with pytest.raises(ServiceFailed):
+            session.call("report", *spent(moves=-1), seconds=seconds(20))
+    with pytest.raises(ShoalError, match=r"node badger sends reports that make no sense: workers\.one\.moves"):
+        cluster.wait("one")
 
 
 def test_what_a_node_says_of_workers_elsewhere_ends_nothing(joined: tuple[Cluster, Session]) -> None:

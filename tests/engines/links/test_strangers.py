@@ -35,7 +35,8 @@ LINKS = pytest.mark.parametrize("link", ["websocket", "grpc"])
 def test_a_thread_that_cannot_be_started_deafens_nobody(
     stand: Stand, monkeypatch: pytest.MonkeyPatch, link: str, name: str
 ) -> None:
-    monkeypatch.setattr(greeting, "GREETING", seconds(1))  # nobody answers where there is no thread for it
+    # Nobody answers where there is no thread for it; less than the silence after which the standing link would end.
+    monkeypatch.setattr(greeting, "GREETING", min(seconds(1), 8.0))
     terms = Terms("node", link=link), Terms("head", link=link)
     standing = stand(*terms)
     start, failed = threading.Thread.start, threading.Event()
@@ -120,7 +121,8 @@ def test_who_does_not_go_keeps_his_place_and_the_next_has_none(monkeypatch: pyte
 
 
 def test_refusals_are_told_in_full_at_first_and_then_counted(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strangers, "WINDOW", seconds(3))
+    window = seconds(3)
+    monkeypatch.setattr(strangers, "WINDOW", window)
     standing = stand(Terms("node"), Terms("head"))
     for _ in range(strangers.FULLY + 25):
         with socket.create_connection(split(standing.address), 20) as connection:
@@ -128,7 +130,7 @@ def test_refusals_are_told_in_full_at_first_and_then_counted(stand: Stand, monke
             while connection.recv(1000):
                 pass
     line = standing.said(" more in the last ")
-    assert line.startswith(f"refused 25 more in the last {seconds(3):g} s: the last of them 127.0.0.1:")
+    assert line.startswith(f"refused 25 more in the last {window:g} s: the last of them 127.0.0.1:")
     assert line.endswith("the other side speaks TLS")
     assert len(standing.refusals()) == strangers.FULLY + 1
     standing.works()
