@@ -104,6 +104,7 @@ def test_the_tests_of_that_algorithm_pass(tmp_path: Path) -> None:
     assert "2 passed" in follow(EXTEND / "algorithm.md", "pytest", tmp_path)[0]
 
 
+@pytest.mark.long
 def test_the_engine_of_the_page_trains_and_keeps_lockstep(tmp_path: Path) -> None:
     follow(EXTEND / "engine.md", "shoal", tmp_path)
     runs = {run: summary(tmp_path, run) for run in ("shuffled", "turns", "inline")}
@@ -118,7 +119,7 @@ def test_that_engine_keeps_every_promise_in_its_table(tmp_path: Path) -> None:
     (told,) = follow(EXTEND / "engine.md", "pytest", tmp_path)
     promises = re.findall(r"^\| .* \| yes.* \|$", (EXTEND / "engine.md").read_text(), re.MULTILINE)
     text = (ROOT / "tests" / "engines" / "test_conformance.py").read_text()
-    every = re.findall(r"^@EVERY\n(?:@.*\n)*def (\w+)", text, re.MULTILINE)
+    every = re.findall(r"^@(?:EVERY|RAY_TOO)\n(?:@.*\n)*def (\w+)", text, re.MULTILINE)
     assert len(promises) == len(every) + 1  # and that of shared memory, which not every engine has
     assert re.search(r"\d+ passed", told)
     assert "failed" not in told

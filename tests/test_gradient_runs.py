@@ -97,7 +97,7 @@ def test_all_workers_step_one_optimizer(engine: str, rule: str, tmp_path: Path) 
     assert all(array.any() for array in moments)
 
 
-@pytest.mark.parametrize("algorithm", [name if name.startswith("a3c") else long(name) for name in ALGORITHMS])
+@pytest.mark.parametrize("algorithm", [name if name == "a3c" else long(name) for name in ALGORITHMS])
 def test_lockstep_gives_the_same_bits_on_every_engine_and_after_a_resume(algorithm: str, tmp_path: Path) -> None:
     base = settings(algorithm, lockstep=True)
     some = LOCAL if algorithm == "a3c" else ("inline", "processes")
@@ -155,7 +155,7 @@ def test_a_killed_worker_is_replaced_and_the_run_ends_solved(command: Any, victi
     assert not any(others)
 
 
-@pytest.mark.parametrize("engine", [long("inline"), long("threads"), "processes"])
+@pytest.mark.parametrize("engine", [long("inline"), "threads", long("processes")])
 def test_one_interrupt_saves_and_ends_the_run_and_it_goes_on(command: Any, engine: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = [f"engine={engine}", "log_every=0.1", "steps=10000000", "evaluation.target=null"]

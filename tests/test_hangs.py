@@ -17,7 +17,7 @@ import yaml
 import shoal
 from shoal.core.errors import Stalled
 from shoal.workers import evaluator
-from tests.pace import seconds
+from tests.pace import long, seconds
 
 BASE: dict[str, Any] = {
     "algorithm": {"name": "ppo", "unroll": 16, "network": {"hidden": [8]}},
@@ -52,7 +52,7 @@ def until(fact: Any, process: subprocess.Popen[str]) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("engine", ["inline", "threads", pytest.param("processes", marks=pytest.mark.long)])
+@pytest.mark.parametrize("engine", ["inline", long("threads"), long("processes")])
 def test_a_step_that_hangs_ends_the_run_and_says_where(hosted: Any, engine: str, tmp_path: Path) -> None:
     marker = tmp_path / "hangs"
     world = {"id": "tests.programs:Hanging-v0", "arguments": {"marker": str(marker)}}
@@ -67,7 +67,7 @@ def test_a_step_that_hangs_ends_the_run_and_says_where(hosted: Any, engine: str,
     assert "actor-0 has been inside" in (tmp_path / "run" / "log.txt").read_text()
 
 
-@pytest.mark.parametrize("engine", ["inline", "threads"])
+@pytest.mark.parametrize("engine", ["inline", long("threads")])
 def test_one_signal_ends_a_run_that_hangs(start: Any, engine: str, tmp_path: Path) -> None:
     process = start("Hanging-v0", {"marker": str(tmp_path / "hangs")}, engine=engine, limits={"stall": seconds(40)})
     until((tmp_path / "hangs").exists, process)

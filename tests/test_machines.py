@@ -278,6 +278,7 @@ def test_actors_on_other_machines_fill_a_replay_whatever_breaks(net: Net, down: 
     net.end(nodes)
 
 
+@pytest.mark.long
 def test_nodes_join_and_leave_while_a_run_goes_on(net: Net) -> None:
     first, second, _ = net.nodes
     (net.folder / "secret").write_text((net.folder / "head" / "token").read_text())

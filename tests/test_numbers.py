@@ -14,6 +14,7 @@ import shoal
 from shoal.core.errors import ShoalError
 from shoal.core.tree import not_finite
 from shoal.runs import checkpoint, metrics
+from tests.pace import long
 from tests.programs import QUICK, small
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -32,7 +33,7 @@ def all_finite(run: Path) -> bool:
     return bool(found) and not any(not_finite(each[name]) for each in found for name in ("weights", "optimizer"))
 
 
-@pytest.mark.parametrize("engine", [*QUICK, "ray", pytest.param("cluster/grpc", marks=pytest.mark.long)])
+@pytest.mark.parametrize("engine", [*QUICK, long("ray"), long("cluster/grpc")])
 def test_a_loss_that_is_no_number_ends_the_run_in_words_with_a_checkpoint_that_resumes(
     engine: str, tmp_path: Path, hosted: Any
 ) -> None:

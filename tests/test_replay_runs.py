@@ -20,7 +20,7 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 
 @pytest.mark.parametrize(
     ("config", "quantiles", "target"),
-    [long("dqn", 1, 475), ("apex_dqn", 16, 195)],  # a random policy has about 20
+    [long("dqn", 1, 475), long("apex_dqn", 16, 195), ("dqn", 1, 60)],  # a random policy has about 20
 )
 def test_cartpole_is_learned(config: str, quantiles: int, target: int, tmp_path: Path) -> None:
     changes = {"algorithm.quantiles": quantiles, "evaluation.target": target}

@@ -78,7 +78,7 @@ def shown(run: Path) -> list[int]:
 
 @pytest.mark.parametrize(
     ("algorithm", "lockstep", "times"),
-    [("ppo", True, 2), ("impala", False, 2), long("ppo", True, 4), long("impala", False, 4)],
+    [long("ppo", True, 2), ("impala", False, 2), long("ppo", True, 4), long("impala", False, 4)],
 )
 def test_stopped_at_random_moments_and_resumed(
     command: Any, algorithm: str, lockstep: bool, times: int, tmp_path: Path

@@ -131,6 +131,7 @@ def test_lockstep_gives_the_same_bits_on_every_engine(hosted: Any, algorithm: An
     assert all(score == scores[0] for score in scores)
 
 
+@pytest.mark.long
 def test_lockstep_gives_the_same_bits_on_every_engine_however_weights_travel(hosted: Any, tmp_path: Path) -> None:
     base = {
         "environment": {"id": "CartPole-v1"},
@@ -198,7 +199,7 @@ def test_a_killed_actor_is_replaced_and_the_run_ends_solved(training: Any, tmp_p
     assert summary["workers"]["actor-0"]["restarts"] == 1
 
 
-@pytest.mark.parametrize(("config", "engine"), [("impala", "processes"), ("ppo", "cluster")])
+@pytest.mark.parametrize(("config", "engine"), [("impala", "processes"), long("ppo", "cluster")])
 def test_a_killed_learner_goes_on_from_its_checkpoint(
     training: Any, hosted: Any, config: str, engine: str, tmp_path: Path
 ) -> None:

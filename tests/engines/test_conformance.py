@@ -28,7 +28,9 @@ from tests.engines import programs
 from tests.pace import long, seconds
 
 # Every engine, and `cluster` by every link; a run on all of them is in tests/test_engines_alike.py.
-EVERY = pytest.mark.parametrize("name", [*ENGINES, *(long(f"cluster/{link}") for link in LINKS if link != "websocket")])
+LINKED = [long(f"cluster/{link}") for link in LINKS if link != "websocket"]
+EVERY = pytest.mark.parametrize("name", [*(name if name != "ray" else long(name) for name in ENGINES), *LINKED])
+RAY_TOO = pytest.mark.parametrize("name", [*ENGINES, *LINKED])  # whose workers take seconds to start
 LOADED = ("torch",)  # once for all workers of a test
 OWN_PROCESSES = pytest.mark.parametrize("name", ["processes", "ray"])
 
@@ -61,7 +63,7 @@ def build(request: pytest.FixtureRequest) -> Iterator[Any]:
         yield build
 
 
-@EVERY
+@RAY_TOO
 def test_trees_arrive_bit_equal(build: Any, name: str) -> None:
     engine = build(name, homes={"shelf": "host"})
     shelf = engine.serve("shelf", programs.Shelf)
@@ -122,7 +124,7 @@ def test_weights_reach_all_who_follow_them_and_stay_as_they_were(build: Any, nam
     assert [board.get(reader) for reader in readers] == [[0, 1, 2, 3]] * 2
 
 
-@EVERY
+@RAY_TOO
 def test_a_failing_worker_ends_the_run_with_its_traceback(build: Any, name: str) -> None:
     engine = build(name)
     shelf = engine.serve("shelf", programs.Shelf)
@@ -193,7 +195,7 @@ def test_a_worker_that_waits_is_woken(build: Any, name: str) -> None:
     assert shelf.get("a") == 4
 
 
-@EVERY
+@RAY_TOO
 def test_nothing_moving_is_reported_and_ends_the_run(build: Any, name: str) -> None:
     engine = build(name, stall=1.0, homes={"shelf": "two"})
     shelf = engine.serve("shelf", programs.Shelf)
@@ -325,7 +327,7 @@ def test_a_full_store_holds_the_caller_back(build: Any, name: str) -> None:
     assert store.status()["filled"] == 8
 
 
-@EVERY
+@RAY_TOO
 def test_lockstep_takes_turns_with_randomness_of_ones_own(build: Any, name: str) -> None:
     engine = build(name, lockstep=True, seed=7, homes={"shelf": "b"})
     shelf = engine.serve("shelf", programs.Shelf)

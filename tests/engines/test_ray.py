@@ -149,6 +149,7 @@ def test_without_ray_the_error_names_what_to_install(monkeypatch: pytest.MonkeyP
         make("ray", Options())
 
 
+@pytest.mark.long
 def test_a_ray_of_ones_own_is_started_and_ended(only_ray: None) -> None:
     before = signal.getsignal(signal.SIGTERM)
     engine = make("ray", Options(room=Room(cpus={"one": 0.5})))
