@@ -422,6 +422,8 @@ class Cluster:
             if station is None or session is None or station.told is None:
                 if self.patience.hurried:
                     return  # the others go on without it, and end
+                if station is not None and (station.telling or station.starting):  # which may take its time
+                    limit = time.monotonic() + self.options.stall
                 with self._news:
                     self._news.wait(0.05)
                 continue

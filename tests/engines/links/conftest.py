@@ -43,7 +43,8 @@ class Standing:
 
     def works(self) -> None:
         """Make calls on the session that was there before."""
-        about = self.session.call("describe", seconds=20.0)
+        assert not self.session.closed.is_set(), self.session.lost
+        about = self.session.call("describe", seconds=seconds(20))
         assert about == {"slots": 2, "life": self.node.life, "busy": 0.0}
 
     def said(self, text: str) -> str:
