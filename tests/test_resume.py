@@ -264,6 +264,9 @@ def in_namespace(script: str, *words: object) -> subprocess.CompletedProcess[str
         ["unshare", "-rm", "bash", "-c", script, "shell", *map(str, words)],
         capture_output=True,
         text=True,
+        cwd=Path(
+            str(words[0])
+        ).parent,  # whose changes, unlike those of this repository, take no room in a run's folder
         env={**os.environ, "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin:/usr/sbin:/sbin"},
         timeout=seconds(100),
     )
