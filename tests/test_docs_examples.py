@@ -80,6 +80,7 @@ def summary(folder: Path, run: str) -> dict[str, Any]:
     return json.loads((folder / "runs" / run / "summary.json").read_text())  # type: ignore[no-any-return]
 
 
+@pytest.mark.long
 def test_the_environment_of_the_page_is_learned_and_filmed(tmp_path: Path) -> None:
     follow(EXTEND / "environment.md", "shoal", tmp_path)
     told = summary(tmp_path, "corridor")
@@ -100,6 +101,7 @@ def test_the_algorithm_of_the_page_solves_cartpole(tmp_path: Path) -> None:
         assert told["best_evaluation"] >= 475
 
 
+@pytest.mark.long
 def test_the_tests_of_that_algorithm_pass(tmp_path: Path) -> None:
     assert "2 passed" in follow(EXTEND / "algorithm.md", "pytest", tmp_path)[0]
 
