@@ -260,13 +260,12 @@ def in_namespace(script: str, *words: object) -> subprocess.CompletedProcess[str
     able = subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True)
     if able.returncode:
         pytest.skip("this machine does not let tests mount a small disk")
+    folder = Path(str(words[0])).parent  # no repository, whose changes would take room in the run's folder
     done = subprocess.run(
         ["unshare", "-rm", "bash", "-c", script, "shell", *map(str, words)],
         capture_output=True,
         text=True,
-        cwd=Path(
-            str(words[0])
-        ).parent,  # whose changes, unlike those of this repository, take no room in a run's folder
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin:/usr/sbin:/sbin"},
         timeout=seconds(100),
     )
