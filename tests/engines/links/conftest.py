@@ -14,7 +14,7 @@ import pytest
 
 from shoal.engines.links.certificates import initialise, issue
 from shoal.engines.links.greeting import meet
-from shoal.engines.links.session import Session
+from shoal.engines.links.session import ANSWERING, Session
 from shoal.engines.links.terms import Terms
 from shoal.engines.node import Node, listen
 from tests.pace import seconds
@@ -30,6 +30,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     past = datetime.now(UTC) - timedelta(days=3)
     issue(root / "here", root / "expired", ["node1.example.org"], days=1, begin=past, roles=("head", "node"))
     return root
+
+
+def answering() -> int:
+    """Threads of sessions in this process that answer calls."""
+    return sum(thread.name == "answers" for thread in threading.enumerate())
 
 
 @dataclass
@@ -75,6 +80,7 @@ def stand(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[..., Standing]]
         def stand(
             node: Terms, head: Terms, packages: tuple[str, ...] = ("shoal", "tests"), modules: tuple[str, ...] = ()
         ) -> Standing:
+            before = answering()
             made = Node(2, packages, modules)
             stack.callback(made.close)
             gate = listen(made, "127.0.0.1:0", node)
@@ -84,6 +90,10 @@ def stand(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[..., Standing]]
             stack.callback(session.close)
             standing = Standing(made, gate.address, session, caplog)
             standing.works()
+            limit = time.monotonic() + seconds(20)
+            while answering() < before + 2 * ANSWERING:  # the other side may still be starting its own
+                assert time.monotonic() < limit
+                threading.Event().wait(0.005)
             return standing
 
         yield stand

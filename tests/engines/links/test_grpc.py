@@ -18,6 +18,7 @@ from shoal.engines.links.greeting import Gate, meet
 from shoal.engines.links.session import Session
 from shoal.engines.links.terms import Terms
 from tests.engines.links.test_refusals import last_of
+from tests.pace import seconds
 
 Open = Callable[..., Gate]
 
@@ -57,7 +58,7 @@ def call(gate: Gate, *args: Any, **terms: Any) -> Any:
     name, session = meet(gate.address, Terms("head", link="grpc", **terms), lambda *_: None)
     try:
         assert name == "node"
-        return session.call("same", *args, seconds=20.0)
+        return session.call("same", *args, seconds=seconds(20))
     finally:
         session.close()
         session.join()

@@ -19,6 +19,7 @@ from shoal.engines.links.terms import Terms
 from shoal.experiment import Experiment
 from shoal.topology import MODULES, facts
 from tests.engines.links.conftest import Standing
+from tests.pace import seconds
 
 OPEN = Terms("node"), Terms("head")
 OPTIONS = {"deadline": 20.0, "stall": 20.0}
@@ -74,7 +75,7 @@ def holds(standing: Standing) -> None:
     hold(standing, {"good": IDLE}, run="good")
     assert standing.node.engine is not None
     assert [*standing.node.engine.workers] == ["good"]
-    standing.session.call("release", "good", seconds=20.0)
+    standing.session.call("release", "good", seconds=seconds(20))
     standing.works()
 
 
@@ -89,7 +90,7 @@ def test_a_head_that_builds_something_else_is_refused(stand: Stand, closed: None
     assert str(caught.value) == f"{name} differs: {here[name]} on this node, {'0' * 64} at the head"
     assert standing.node.engine is None
     hold(standing, {"good": IDLE}, ["shoal.topology:facts", [described], here])
-    standing.session.call("release", "run", seconds=20.0)
+    standing.session.call("release", "run", seconds=seconds(20))
     holds(standing)
 
 
@@ -146,9 +147,9 @@ def failure(standing: Standing, workers: Any) -> str:
     hold(standing, workers)
     (name,) = workers
     while not (told := standing.node.failures.get(name, "")):
-        assert standing.session.call("describe", seconds=20.0)["slots"] == 2
+        assert standing.session.call("describe", seconds=seconds(20))["slots"] == 2
         threading.Event().wait(0.02)
-    standing.session.call("release", "run", seconds=20.0)
+    standing.session.call("release", "run", seconds=seconds(20))
     return told
 
 
@@ -232,9 +233,9 @@ def test_what_the_user_allows_works(stand: Stand, marker: Path, monkeypatch: pyt
     monkeypatch.setattr(recipe, "_allowed", packages)
     standing = stand(*OPEN, packages=packages)
     hold(standing, {"mine": [f"{MARKER}:work", [SETTINGS, NAMED], made(f"{MARKER}:Service"), {}]})
-    assert standing.session.call("service", "service", "hello", [], seconds=20.0) == "hello"
+    assert standing.session.call("service", "service", "hello", [], seconds=seconds(20)) == "hello"
     assert marker.exists()
-    standing.session.call("release", "run", seconds=20.0)
+    standing.session.call("release", "run", seconds=seconds(20))
 
 
 WRONG: dict[str, tuple[str, list[Any], str]] = {
@@ -272,7 +273,7 @@ def test_orders_that_make_no_sense_are_answered_in_one_line(stand: Stand, closed
         answering = [each for each in threading.enumerate() if each.name == "answers" and each not in before]
     for kind, args, told in WRONG.values():
         with pytest.raises(ServiceFailed) as caught:
-            standing.session.call(kind, *args, seconds=20.0)
+            standing.session.call(kind, *args, seconds=seconds(20))
         assert told in str(caught.value)
         assert "Traceback" not in str(caught.value)
         assert len(str(caught.value).splitlines()) == 1

@@ -27,6 +27,7 @@ from shoal.engines.links.terms import Terms, split
 from shoal.engines.node import Node, listen
 from shoal.engines.options import Machines, Network, Options
 from tests.engines.links.conftest import Standing
+from tests.pace import seconds
 
 OPEN = Terms("node"), Terms("head")  # plain text on loopback
 Stand = Callable[..., Standing]
@@ -255,7 +256,7 @@ def test_many_who_say_nothing_keep_nobody_out(stand: Stand, terms: Any) -> None:
     connections = [socket.create_connection(place, 20) for _ in range(200)]
     try:
         another = standing.meet(terms[1])
-        assert another.call("describe", seconds=20.0)["slots"] == 2
+        assert another.call("describe", seconds=seconds(20))["slots"] == 2
         another.close()
         another.join()
         standing.works()
@@ -283,7 +284,7 @@ def test_what_is_no_websocket_is_refused(stand: Stand) -> None:
 def tampered(standing: Standing, tamper: Callable[[Any, bytes], None]) -> str:
     """Meet a node, send a frame as `tamper` does, and return why the session ended."""
     other = standing.meet(OPEN[1])
-    assert other.call("describe", seconds=20.0)["slots"] == 2
+    assert other.call("describe", seconds=seconds(20))["slots"] == 2
     frame = bytes(other._guard.seal(b"".join(wire.encode(["call", 0, "describe", []]))))
     tamper(other.link, frame)
     assert other.closed.wait(20)

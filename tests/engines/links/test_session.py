@@ -93,13 +93,13 @@ def test_answers_arrive_while_every_thread_waits_for_one(monkeypatch: pytest.Mon
     asked = threading.Barrier(2 * ANSWERING)
 
     def answer(session: Session, kind: str, args: list[Any]) -> Any:
-        return session.call("leaf", *args, seconds=20.0) if kind == "nested" else [*args]
+        return session.call("leaf", *args, seconds=seconds(20)) if kind == "nested" else [*args]
 
     sessions = [Session(one, Whole(), answer), Session(two, Whole(), answer)]
 
     def ask(number: int) -> Any:
         asked.wait(20)
-        return sessions[0].call("nested", number, seconds=20.0)
+        return sessions[0].call("nested", number, seconds=seconds(20))
 
     with ThreadPoolExecutor(2 * ANSWERING) as pool:
         assert [*pool.map(ask, range(2 * ANSWERING))] == [[number] for number in range(2 * ANSWERING)]
@@ -118,9 +118,9 @@ def test_a_slow_call_holds_up_no_other() -> None:
         Session(end, Whole(), lambda _, kind, args: release.wait(20) if kind == "slow" else True) for end in (one, two)
     ]
     with ThreadPoolExecutor(ANSWERING) as pool:
-        slow = [pool.submit(sessions[0].call, "slow", seconds=20.0) for _ in range(ANSWERING - 2)]
+        slow = [pool.submit(sessions[0].call, "slow", seconds=seconds(20)) for _ in range(ANSWERING - 2)]
         for _ in range(100):
-            assert sessions[0].call("quick", seconds=20.0) is True
+            assert sessions[0].call("quick", seconds=seconds(20)) is True
         release.set()
         assert all(each.result() for each in slow)
     for session in sessions:
