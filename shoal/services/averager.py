@@ -81,12 +81,14 @@ class Averager:
         try:
             self._check(version, steps, updates, metrics)
             whole: Any = member.receiver.take(message)
-            share, merged = self._merged(member, whole, steps / (1 + self.version - version))
+            raw = steps / (1 + self.version - version)
+            share, merged = self._merged(member, whole, raw)
         except ShoalError as error:
             return {"refused": self.refusals.add("a change", str(error))}
         self.received += sum(link.nbytes for link in message["links"])
+        self.refusals.accept()
         self.weights = merged
-        member.raw, member.merged = steps / (1 + self.version - version), self.version + 1
+        member.raw, member.merged = raw, self.version + 1
         member.sum = {name: np.array(array) for name, array in whole.items()}
         self.version, self.steps, self.updates = self.version + 1, self.steps + steps, self.updates + updates
         self.metrics = {**metrics, "staleness": float(self.version - 1 - version), "share": float(share)}

@@ -205,6 +205,14 @@ def test_changes_that_are_no_numbers_are_refused_and_the_group_may_begin_again(t
     assert averager.status()["version"] == 2
 
 
+def test_refusals_between_good_changes_are_no_error_of_their_sender() -> None:
+    averager = Averager({"w": np.zeros(2, np.float32)}, Codec())
+    bad, good = Group(averager, "a", Codec()), Group(averager, "b", Codec())
+    for _ in range(150):
+        assert "holds nan" in refused(averager, bad, told(np.nan))
+        good.send({"w": np.zeros(2, np.float32)}, 10)
+
+
 def test_strangers_are_refused_and_everyone_hears_of_the_end() -> None:
     averager = Averager(start(), Codec())
     with pytest.raises(ShoalError, match="x has not joined"):
