@@ -32,7 +32,7 @@ check: $(STAMP)
 	$(BIN)/pytest tests/test_architecture.py
 
 docs: $(STAMP)
-	$(BIN)/python -m shoal.reference > docs/settings.md
+	$(BIN)/python -m shoal.cli.reference > docs/settings.md
 	$(BIN)/mkdocs build --strict
 	@echo "open site/index.html"
 

@@ -17,11 +17,11 @@ import torch
 
 from bench.calls import NATURE, ORDER, contest
 from shoal.core.tree import size_of
-from shoal.engines.links import tls
-from shoal.engines.links.certificates import Trust, initialise
-from shoal.engines.links.greeting import Gate, meet
-from shoal.engines.links.session import Session
-from shoal.engines.links.terms import Terms, split
+from shoal.transport import tls
+from shoal.transport.certificates import Trust, initialise
+from shoal.transport.greeting import Gate, meet
+from shoal.transport.session import Session
+from shoal.transport.terms import Terms, split
 
 LOOPBACK = "127.0.0.1:0"
 SECONDS = 30.0  # that one call may take

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.replaying import Replaying
+from shoal.core.settings import Replaying
 from shoal.services.replay import Replay
 
 BATCH = 256

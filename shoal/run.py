@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.algorithms import ALGORITHMS
 from shoal.core.types import INTERRUPTED
+from shoal.display import console
 from shoal.experiment import Experiment, load_of, read
-from shoal.runs import checkpoint, console, directory, metrics
+from shoal.runs import checkpoint, directory, metrics
 from shoal.runs.directory import locate
 
 if TYPE_CHECKING:
@@ -119,8 +120,8 @@ class Run:
         """Play whole episodes without exploration; `told` hears how many have ended."""
         from shoal import envs
         from shoal.core.randomness import derive, seed_everything
-        from shoal.runs.plots import distribution
-        from shoal.runs.statistics import describe
+        from shoal.display.plots import distribution
+        from shoal.display.statistics import describe
         from shoal.workers.evaluator import WIDEST, play, summarise
 
         directory.check_links(self.directory)
@@ -152,7 +153,7 @@ class Run:
     ) -> Path:
         """Film whole episodes without exploration, at most so many seconds; `told` hears the number of frames."""
         from shoal.core.randomness import derive, seed_everything
-        from shoal.runs.video import Video
+        from shoal.display.video import Video
         from shoal.workers.evaluator import play
 
         directory.check_links(self.directory)
@@ -177,8 +178,8 @@ class Run:
     ) -> list[Path]:
         """Write a film and a JSON of every episode: actions, rewards, and the values that the choice was made by."""
         from shoal.core.randomness import derive, seed_everything
-        from shoal.runs.rollout import Rollout
         from shoal.workers.evaluator import play
+        from shoal.workers.rollout import Rollout
 
         policy, algorithm = self.policy(checkpoint), self.experiment.algorithm
         seed_everything(derive(seed, "play"))
@@ -200,7 +201,7 @@ class Run:
 
     def plot(self, path: str | Path | None = None) -> Picture:
         """Draw its learning curve and its metrics over time."""
-        from shoal.runs.plots import curve
+        from shoal.display.plots import curve
 
         directory.check_links(self.directory)
         path = Path(path) if path else self.directory / "plots" / "curve.png"
@@ -283,7 +284,7 @@ def tell(run: Path, summary: Mapping[str, Any]) -> str:
 
 def compare(runs: list[Run], path: Path) -> Picture:
     """Draw several runs side by side; those whose settings differ in the seed only become one mean with interval."""
-    from shoal.runs.plots import comparison
+    from shoal.display.plots import comparison
 
     alike: dict[str, list[Run]] = {}
     for run in runs:

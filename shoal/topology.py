@@ -17,13 +17,13 @@ from shoal.core.tree import map_tree
 from shoal.core.types import Spec
 from shoal.engines.options import Machines, Options, Room
 from shoal.experiment import Experiment
-from shoal.runs.checkpoint import Checkpoints
-from shoal.runs.recorder import record
 from shoal.services.averager import Averager
+from shoal.services.checkpoints import Checkpoints
 from shoal.services.journal import Journal
 from shoal.services.parameters import Parameters
 from shoal.services.queue import Queue
 from shoal.services.replay import Replay
+from shoal.workers.recorder import record
 
 PLENTY = 1_000_000  # steps by which a group may pass the end of a run
 MODULES = (

@@ -24,10 +24,10 @@ import torch
 from xdist.scheduler import LoadScopeScheduling
 
 from shoal import topology
-from shoal.engines.links import grpc
-from shoal.engines.links.terms import Terms
+from shoal.display import plots
 from shoal.engines.node import Node, listen
-from shoal.runs import plots
+from shoal.transport import grpc
+from shoal.transport.terms import Terms
 from tests import leftovers
 from tests.engines.simulated import Simulated, alone, simulated
 from tests.pace import seconds
@@ -43,7 +43,7 @@ os.environ["GRPC_SSL_CIPHER_SUITES"] = grpc.CIPHERS  # Ray may load that library
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # not the one in a user's home
 
 ROOT = Path(__file__).parents[1]
-SHOAL = [sys.executable, "-c", "from shoal.cli import main; main()"]
+SHOAL = [sys.executable, "-c", "from shoal.cli.main import main; main()"]
 LIMIT = 120.0  # seconds for a test on a usual machine
 GRACE = 10.0  # seconds in which what is ending may end
 

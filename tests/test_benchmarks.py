@@ -14,7 +14,7 @@ import pytest
 from bench.__main__ import BENCHMARKS
 from shoal.benchmarks import engines, scale
 from shoal.benchmarks.tables import show
-from shoal.cli import main
+from shoal.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 LONG = pytest.mark.long

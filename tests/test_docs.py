@@ -17,10 +17,10 @@ import typer
 
 from bench import __main__ as bench
 from shoal.algorithms import ALGORITHMS
-from shoal.cli import app
+from shoal.cli.main import app
+from shoal.cli.reference import reference
 from shoal.engines import ENGINES
 from shoal.envs import TOYS
-from shoal.reference import reference
 from shoal.services import STORES
 
 ROOT = Path(__file__).parents[1]
@@ -50,7 +50,7 @@ MESSAGES = [(heading.strip("`"), body) for heading, body in entries() if heading
 
 def test_settings_are_those_of_the_code() -> None:
     fresh = (DOCS / "settings.md").read_text() == reference()
-    assert fresh, "docs/settings.md is stale; refresh it with: python -m shoal.reference > docs/settings.md"
+    assert fresh, "docs/settings.md is stale; refresh it with: python -m shoal.cli.reference > docs/settings.md"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

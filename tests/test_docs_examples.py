@@ -35,7 +35,7 @@ NAMED = re.compile(r"^`([^`\n]+)`:\n\n```\w+\n(.*?)^```$", re.DOTALL | re.MULTIL
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 PROGRAMS = {
-    "shoal": [sys.executable, "-c", "from shoal.cli import main; main()"],
+    "shoal": [sys.executable, "-c", "from shoal.cli.main import main; main()"],
     "pytest": [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"],
 }
 

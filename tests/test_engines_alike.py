@@ -9,7 +9,7 @@ import pytest
 
 import shoal
 from shoal.engines import ENGINES
-from shoal.engines.links import LINKS
+from shoal.transport import LINKS
 from tests.pace import long
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -15,8 +15,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from shoal import cli
 from shoal.algorithms import ALGORITHMS, find
+from shoal.cli.main import main as cli
 from shoal.core import wire
 from shoal.core.errors import SettingsError, ShoalError
 from shoal.core.recipe import describe, rebuild
@@ -201,7 +201,7 @@ def test_a_mistake_ends_the_command_with_its_message(monkeypatch, capsys, tmp_pa
 
 
 def test_a_mistake_ends_a_real_process_without_a_traceback(tmp_path):
-    code = "from shoal.cli import main; main()"
+    code = "from shoal.cli.main import main; main()"
     impala = next(path for path in CONFIGS if path.name == "impala_cartpole.yaml")
     arguments = ["train", str(impala), "algorithm.entropy_costt=1"]
     done = subprocess.run(

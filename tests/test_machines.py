@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from shoal.engines.links.certificates import initialise, issue
+from shoal.transport.certificates import initialise, issue
 from tests import pace
 from tests.pace import long
 
@@ -111,7 +111,7 @@ class Machine:
     def shoal(self, *words: object) -> subprocess.Popen[bytes]:
         """Run a command there."""
         with self.log.open("ab") as log:
-            shoal = [sys.executable, "-c", "from shoal.cli import main; main()"]
+            shoal = [sys.executable, "-c", "from shoal.cli.main import main; main()"]
             return self.net.start(
                 ["ip", "netns", "exec", self.space, *shoal, *words],
                 stdout=log,

@@ -14,6 +14,7 @@ import shoal
 from shoal.core.errors import ShoalError
 from shoal.core.tree import not_finite
 from shoal.runs import checkpoint, metrics
+from shoal.services.checkpoints import Checkpoints
 from tests.pace import long
 from tests.programs import QUICK, small
 
@@ -96,7 +97,7 @@ def test_groups_that_normalise_observations_merge_their_moments(tmp_path: Path) 
 
 
 def test_no_checkpoint_holds_a_number_that_is_none(tmp_path: Path) -> None:
-    service = checkpoint.Checkpoints(str(tmp_path), 3)
+    service = Checkpoints(str(tmp_path), 3)
     good = {"weights": {"w": np.ones(2)}, "optimizer": {}, "state": {"steps": 1, "scheduled": True, "mean": 1.0}}
     assert service.save(good) == service.save_best(good) == ""
     bad = {**good, "weights": {"w": np.array([1.0, np.nan])}, "state": {"steps": 2, "scheduled": True, "mean": 2.0}}

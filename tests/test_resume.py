@@ -209,7 +209,7 @@ def test_two_cannot_train_the_same_run(tmp_path: Path) -> None:
 SMALL_DISK = """
 set -e
 mount -t tmpfs -o size=300k tmpfs "$1"
-"$2" -c 'from shoal.cli import main; main()' train "$3" --run-dir "$1/run"
+"$2" -c 'from shoal.cli.main import main; main()' train "$3" --run-dir "$1/run"
 cp -r "$1/run" "$4"
 """
 
@@ -230,7 +230,7 @@ def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path) -> None:
 
 READ_ONLY = """
 set -e
-"$2" -c 'from shoal.cli import main; main()' train "$3" --run-dir "$1/run" 2> >(tee "$4" >&2) &
+"$2" -c 'from shoal.cli.main import main; main()' train "$3" --run-dir "$1/run" 2> >(tee "$4" >&2) &
 pid=$!
 trap 'kill -9 $pid 2> /dev/null || true' EXIT
 until ls "$1"/run/checkpoints/step_* > /dev/null 2>&1; do sleep 0.05; done  # waits for a file, not for a time

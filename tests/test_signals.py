@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from shoal import cli, training
+from shoal import training
+from shoal.cli.main import main as cli
 from tests.pace import seconds
 
 CONFIGS = Path(__file__).parents[1] / "configs"

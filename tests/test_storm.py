@@ -26,7 +26,7 @@ from tests import pace
 from tests.pace import long
 
 ROOT = Path(__file__).parents[1]
-SHOAL = [sys.executable, "-c", "from shoal.cli import main; main()"]
+SHOAL = [sys.executable, "-c", "from shoal.cli.main import main; main()"]
 SIGNALS = {"-9": signal.SIGKILL, "STOP": signal.SIGSTOP, "TERM": signal.SIGTERM}
 WORKERS = re.compile(r"^(actor-\d|learner|evaluator)$")
 PAUSE = (0.5, 3.0)  # seconds between two blows

@@ -9,8 +9,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.core.replaying import Replaying
-from shoal.core.settings import Schedule, Settings
+from shoal.core.settings import Replaying, Schedule, Settings
 from shoal.core.types import Act, Batch, Loss, Sequence, Spec, Step
 from shoal.losses.masking import masked_mean, time_mean
 from shoal.losses.policy import policy_gradient

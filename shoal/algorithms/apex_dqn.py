@@ -9,8 +9,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.core.replaying import Replaying
-from shoal.core.settings import Schedule, Settings
+from shoal.core.settings import Replaying, Schedule, Settings
 from shoal.core.types import Act, Batch, Loss, NStep, Spec, Step
 from shoal.nets.q_network import QNetwork, epsilon_greedy, ladder, q_loss
 from shoal.nets.torsos import Network

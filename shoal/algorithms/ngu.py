@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.core.bandit import Bandit
-from shoal.core.replaying import Replaying
-from shoal.core.settings import Schedule, Settings
+from shoal.core.settings import Replaying, Schedule, Settings
 from shoal.core.tree import map_tree
 from shoal.core.types import Act, Batch, Loss, Sequence, Spec, Step
 from shoal.losses.masking import masked_mean, time_mean

@@ -20,8 +20,8 @@ from shoal import engines
 from shoal.benchmarks import library
 from shoal.core.errors import SettingsError, nearest
 from shoal.core.types import Work
-from shoal.engines.links import LINKS
 from shoal.engines.options import Machines, Network, Options
+from shoal.transport import LINKS
 
 # What each needs beside Shoal itself.
 NEEDS = {"ray": "ray", "cluster/websocket": "websockets", "cluster/grpc": "grpc"}
@@ -131,7 +131,7 @@ def hosted(name: str) -> Iterator[dict[str, Any]]:
     words = ["node", "--join", address, "--link", link, "--rank", "1", "--world", "2", "--slots", "4"]
     words += ["--insecure", "--allow", "shoal.benchmarks"]
     process = subprocess.Popen(
-        [sys.executable, "-c", "from shoal.cli import main; main()", *words],
+        [sys.executable, "-c", "from shoal.cli.main import main; main()", *words],
         stderr=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )

@@ -21,9 +21,9 @@ from shoal.core.randomness import Randomness, seed_everything
 from shoal.core.recipe import allow, find, rebuild
 from shoal.core.rights import Rights
 from shoal.core.wire import shared_size
-from shoal.engines.block import opened
 from shoal.engines.driving import Activity, Bell, Local, advance, drive, stacks
-from shoal.engines.pipe import LARGE, Pipe, Shelf
+from shoal.engines.memory import opened
+from shoal.transport.pipe import LARGE, Pipe, Shelf
 
 BEAT = 0.5  # seconds between signs of life
 ORPHANED = 5.0  # seconds to end in order after the head has gone

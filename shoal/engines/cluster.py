@@ -33,16 +33,16 @@ from shoal.core.recipe import describe, path_of, services_in
 from shoal.core.rights import Named, Rights, rights_of, with_services
 from shoal.core.types import Array, Work
 from shoal.engines.driving import Patience
-from shoal.engines.links.greeting import Answer, Gate, keep_meeting
-from shoal.engines.links.session import Session
-from shoal.engines.links.terms import Terms
-from shoal.engines.nursery import Nursery
 from shoal.engines.once import Once
 from shoal.engines.options import Machines, Options
 from shoal.engines.placement import HERE, place
 from shoal.engines.processes import HEAD, Processes
 from shoal.engines.station import About, Away, Shared, Station, read_about
 from shoal.engines.worker import recipe_of
+from shoal.transport.greeting import Answer, Gate, keep_meeting
+from shoal.transport.nursery import Nursery
+from shoal.transport.session import Session
+from shoal.transport.terms import Terms
 
 log = logging.getLogger("shoal")
 BEAT = 1.0  # seconds between signs of life

@@ -23,8 +23,8 @@ from shoal.core.recipe import allow, find, rebuild
 from shoal.core.rights import Rights
 from shoal.core.types import Work
 from shoal.core.wire import TYPES, shared_size
-from shoal.engines.block import Layout, opened
 from shoal.engines.driving import Activity, Bell, Local, advance, drive, stacks
+from shoal.engines.memory import Layout, opened
 
 THREADS = {"work": 1, "control": 2}  # of an actor, beside those that answer calls
 GROUPS = {"work": ("begin", "turn", "finish"), "control": ("beat", "stacks", "stop")}  # which methods they run

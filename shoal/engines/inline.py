@@ -17,8 +17,8 @@ from typing import Any
 from shoal.core.errors import Stalled
 from shoal.core.randomness import Randomness, derive
 from shoal.core.types import Array, Work
-from shoal.engines.block import private
 from shoal.engines.driving import Activity, Local, Patience, advance, granted, moves_of, stacks
+from shoal.engines.memory import private
 from shoal.engines.options import Options
 
 log = logging.getLogger("shoal")

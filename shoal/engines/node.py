@@ -23,15 +23,15 @@ from shoal.core import recipe
 from shoal.core.errors import Refused, ServiceLost, ShoalError, WorkerFailed
 from shoal.engines import orders
 from shoal.engines.driving import Local
-from shoal.engines.links.greeting import Gate, keep_meeting
-from shoal.engines.links.session import Session
-from shoal.engines.links.terms import Terms, line
-from shoal.engines.nursery import Nursery
 from shoal.engines.once import Once
 from shoal.engines.options import Options
 from shoal.engines.processes import Processes
 from shoal.engines.relay import Relay, Relayed
 from shoal.engines.reports import LINE, TEXT
+from shoal.transport.greeting import Gate, keep_meeting
+from shoal.transport.nursery import Nursery
+from shoal.transport.session import Session
+from shoal.transport.terms import Terms, line
 
 log = logging.getLogger("shoal")
 REPORT = 0.5  # seconds between reports to the head

@@ -42,6 +42,7 @@ ARRAYS = ConfigDict(arbitrary_types_allowed=True)
 ARGUMENTS: Mapping[str, TypeAdapter[Any]] = {kind: TypeAdapter(form, config=ARRAYS) for kind, form in FORMS.items()}
 OPTIONS: TypeAdapter[Options] = TypeAdapter(Options)
 WORKERS, SERVICES = "shoal.workers.", "shoal.services."
+FILES = ("shoal.services.checkpoints:", "shoal.workers.recorder:")  # these write where a run's folder is: at the head
 TOLD = {
     "seed",
     "lockstep",
@@ -70,8 +71,12 @@ def inspect(workers: Mapping[str, Any], check: list[Any] | tuple[Any, ...], pack
         for part, inside in [(path, WORKERS), *((service["make"], SERVICES) for service in made.values())]:
             recipe.inspect({"name": part}, packages)
             further = tuple(f"{name}." for name in packages if name != "shoal")
-            if part.startswith("shoal.") and not part.startswith((inside, *further)):
-                raise Refused(f"{part} may not be used on this machine: of Shoal itself, only {inside}* is for nodes")
+            ours = part.startswith("shoal.") and not part.startswith(further)
+            if ours and (part.startswith(FILES) or not part.startswith(inside)):
+                raise Refused(
+                    f"{part} may not be used on this machine: of Shoal itself, only {inside}* is for nodes, but not "
+                    f"{' or '.join(name.strip(':') for name in FILES)}"
+                )
         recipe.inspect({"list": [*args, *(arg for service in made.values() for arg in service["args"])]}, packages)
     if check:
         recipe.inspect({"list": check[1]}, packages)

@@ -21,15 +21,16 @@ from shoal.core.randomness import derive
 from shoal.core.recipe import describe, path_of, services_in
 from shoal.core.rights import Named, Rights, rights_of, with_services
 from shoal.core.types import Array, Work
-from shoal.engines.block import Block
 from shoal.engines.child import Remote, answer_calls
 from shoal.engines.driving import Activity, Bell, Local, Patience, drive
-from shoal.engines.nursery import STARTING, Nursery
+from shoal.engines.memory import Block
 from shoal.engines.options import Options
-from shoal.engines.pipe import Pipe, Shelf
 from shoal.engines.worker import Worker, plan_restart, recipe_of, seed_of
+from shoal.transport.nursery import STARTING, Nursery
+from shoal.transport.pipe import Pipe, Shelf
 
 HEAD = "head"
+CHILD = "shoal.engines.child"  # what a worker's process runs
 SILENT = "gave no sign of life"
 GRACE = 3.0  # seconds a process has to end by itself
 
@@ -138,11 +139,11 @@ class Processes:
     def _launch(self, worker: Worker) -> None:
         worker.control, end = Pipe.pair()
         try:
-            worker.pid = self._nursery.start(worker.name, end)
+            worker.pid = self._nursery.start(worker.name, CHILD, end)
         except ServiceLost:
             self._nursery.close()
             self._nursery = Nursery(self._nursery.modules)
-            worker.pid = self._nursery.start(worker.name, end)
+            worker.pid = self._nursery.start(worker.name, CHILD, end)
         end.close()
         worker.heard = worker.started = time.monotonic()
         worker.again_at, worker.ready, worker.ended, worker.failure = 0.0, False, False, ""

@@ -22,14 +22,14 @@ from shoal.core.randomness import derive
 from shoal.core.recipe import describe, path_of, services_in
 from shoal.core.rights import rights_of, with_services
 from shoal.core.types import Array, Work
-from shoal.engines.block import Block
 from shoal.engines.driving import Activity, Bell, Patience, drive
 from shoal.engines.hosting import CALLS, Hosted, host_class
-from shoal.engines.nursery import STARTING
+from shoal.engines.memory import Block
 from shoal.engines.options import Options, Room
 from shoal.engines.processes import GRACE, HEAD, SILENT
 from shoal.engines.rooming import check_room, connect, request
 from shoal.engines.worker import Worker, plan_restart, recipe_of, seed_of
+from shoal.transport.nursery import STARTING
 
 LOOK = 0.05  # seconds between looks at the workers
 MOURNING = 2.0  # seconds in which the death of a host is heard, after someone has lost a service

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 from shoal.core.errors import Refused
 from shoal.core.types import Array
 from shoal.engines import reports
-from shoal.engines.links.session import Session
+from shoal.transport.session import Session
 
 if TYPE_CHECKING:
     from shoal.engines.cluster import Cluster

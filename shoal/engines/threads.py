@@ -11,8 +11,8 @@ from typing import Any
 from shoal.core.errors import Stalled
 from shoal.core.randomness import Randomness, derive, seed_everything
 from shoal.core.types import Array, Work
-from shoal.engines.block import private
 from shoal.engines.driving import Activity, Bell, Local, Patience, advance, drive, granted, moves_of, stacks
+from shoal.engines.memory import private
 from shoal.engines.options import Options
 
 log = logging.getLogger("shoal")

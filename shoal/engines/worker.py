@@ -12,7 +12,7 @@ from shoal.core.randomness import derive
 from shoal.core.recipe import describe, path_of
 from shoal.core.rights import Named
 from shoal.engines.options import Options
-from shoal.engines.pipe import Pipe
+from shoal.transport.pipe import Pipe
 
 log = logging.getLogger("shoal")
 HEALTH = 60.0  # seconds of life after which earlier restarts no longer count

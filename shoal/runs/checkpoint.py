@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import re
 import shutil
@@ -20,102 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.errors import Refused, SettingsError, ShoalError, nearest
-from shoal.core.tree import not_finite
-from shoal.core.types import Array
+from shoal.core.errors import SettingsError, ShoalError, nearest
 
 log = logging.getLogger("shoal")
 PREFIX = "step_"
 BEST = "best"
 NEEDED = ("weights", "optimizer")
-UNFIT = (*NEEDED, "target")  # where every number must be finite
-ARRAYS = (*UNFIT, "store")
-COUNTERS = ("steps", "updates", "version", "period")  # of a state
-
-
-class Checkpoints:
-    """The checkpoints of one run, where a learner saves and from where it goes on."""
-
-    def __init__(self, run: str, keep: int) -> None:
-        """Keep the newest so many, and the best."""
-        self.run, self.keep = Path(run), keep
-
-    def save(self, content: Mapping[str, Any]) -> str:
-        """Write `weights`, `optimizer` and `state`, and remove what is older; return what went wrong, if anything."""
-        name = f"{PREFIX}{_check(content)['steps']}"
-        if problems := unfit(content):
-            return f"checkpoint {name} was not saved: {problems}; the one before stays"
-        try:
-            write(folder(self.run) / name, content)
-        except OSError as error:
-            return _problem(name, error)
-        self._prune()
-        return ""
-
-    def save_best(self, content: Mapping[str, Any]) -> str:
-        """Write the policy as the best, if its `mean` is above that of the best before; return what went wrong."""
-        mean = _check(content).get("mean")
-        if isinstance(mean, bool) or not isinstance(mean, int | float):
-            raise Refused(f"no checkpoint is made of a mean of {mean!r:.60}: it has to be a number")
-        try:
-            before = read_state(folder(self.run) / BEST)["mean"]
-        except (OSError, ValueError, KeyError):
-            before = None
-        if before is not None and before >= mean:
-            return ""
-        if problems := unfit(content) or ("" if math.isfinite(mean) else "its score is no number"):
-            return f"checkpoint {BEST} was not saved: {problems}; the one before stays"
-        try:
-            write(folder(self.run) / BEST, content)
-        except OSError as error:
-            return _problem(BEST, error)
-        return ""
-
-    def save_batch(self, arrays: Mapping[str, Array]) -> str:
-        """Write a batch that no update could learn from, for a look; return where it is, or what went wrong."""
-        path = self.run / "failed_batch.safetensors"
-        try:
-            _write_arrays(path, {key: np.asarray(array, order="C") for key, array in arrays.items()})
-        except OSError as error:
-            return _problem(path.name, error)
-        return str(path)
-
-    def load(self, exact: bool) -> Mapping[str, Any] | None:
-        """The newest checkpoint, or under `exact` the newest scheduled one; None: there is none."""
-        found = resumable(self.run, exact)
-        return None if found is None else read(found)
-
-    def _prune(self) -> None:
-        """Remove all but the newest, and never the newest scheduled one, from which a lockstep run goes on."""
-        every = paths(self.run)
-        kept = {*every[-self.keep :], *[path for path in every if _scheduled(path)][-1:]}
-        for path in every:
-            if path not in kept:
-                remove(path)
-
-
-def unfit(content: Mapping[str, Any]) -> str:
-    """The arrays of a checkpoint that hold a number which is not finite; a run could not go on from them."""
-    return ", ".join(not_finite({name: content[name] for name in UNFIT if name in content})[:5])
-
-
-def _check(content: Any) -> Mapping[str, Any]:
-    """The state of what a worker sent, if its counters are whole numbers and the rest of it is JSON.
-
-    The steps become part of a path, and a run goes on from all of it.
-    """
-    state = content.get("state") if isinstance(content, Mapping) else None
-    if not isinstance(state, Mapping):
-        raise Refused(f"no checkpoint is made without a state: a {type(state).__name__} came")
-    for name in [name for name in COUNTERS if name in state or name == "steps"]:
-        count = state.get(name)
-        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < 1 << 63:
-            raise Refused(f"no checkpoint is made of {name} {count!r:.60}: it has to be a whole number from 0 on")
-    try:
-        json.dumps(state)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise Refused(f"no checkpoint is made of a state that is no JSON: {error}") from None
-    return state
+ARRAYS = (*NEEDED, "target", "store")
 
 
 def folder(run: Path) -> Path:
@@ -197,7 +107,7 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
             if name in content:
                 # The format knows one order of memory only; a network may compute in another.
                 arrays = {key: np.asarray(array, order="C") for key, array in content[name].items()}
-                _write_arrays(draft / f"{name}.safetensors", arrays)
+                write_arrays(draft / f"{name}.safetensors", arrays)
         _write_bytes(draft / "state.json", (json.dumps(content["state"], indent=2) + "\n").encode())
         _swap(draft, path)
     except OSError:
@@ -230,7 +140,7 @@ def _write_bytes(path: Path, content: bytes) -> None:
     _sync(path)
 
 
-def _write_arrays(path: Path, arrays: dict[str, Any]) -> None:
+def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
@@ -260,11 +170,7 @@ def _arrays(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path.name}: {error}") from None
 
 
-def _scheduled(path: Path) -> bool:
+def scheduled(path: Path) -> bool:
     with suppress(OSError, ValueError):
         return bool(read_state(path).get("scheduled"))
     return False
-
-
-def _problem(name: str, error: OSError) -> str:
-    return f"checkpoint {name} could not be saved: {error.strerror or error}; the one before stays, training goes on"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from shoal.core.errors import Fatal
-from shoal.core.replaying import Replaying
+from shoal.core.settings import Replaying
 from shoal.core.types import Array, Tree
 from shoal.services.frames import Frames, Full
 from shoal.services.inspection import Refusals, items_problem, priority_problem

@@ -8,8 +8,7 @@ from pydantic import ValidationError
 
 from shoal.algorithms.a3c import A3c
 from shoal.core.algorithm import Algorithm
-from shoal.core.replaying import Replaying
-from shoal.core.settings import at
+from shoal.core.settings import Replaying, at
 from shoal.core.types import Sequence
 from shoal.nets.torsos import Network
 from tests.algorithms.conftest import looked_at, vtrace_loss, wander

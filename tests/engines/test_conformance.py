@@ -18,12 +18,12 @@ import pytest
 
 from shoal.core.errors import DeadlineExceeded, ShoalError, Stalled, WorkerFailed
 from shoal.engines import ENGINES, Options, driving, make, prepare
-from shoal.engines.links import LINKS
-from shoal.engines.links.terms import Terms
 from shoal.engines.node import Node, listen
 from shoal.engines.options import Machines, Network, Room
 from shoal.services.parameters import Parameters
 from shoal.services.queue import Queue
+from shoal.transport import LINKS
+from shoal.transport.terms import Terms
 from tests.engines import programs
 from tests.pace import long, seconds
 

@@ -18,13 +18,13 @@ from shoal.core.rights import Rights, calls
 from shoal.core.types import Work
 from shoal.engines import Options, once
 from shoal.engines.cluster import Cluster
-from shoal.engines.links.greeting import meet
-from shoal.engines.links.session import Session
-from shoal.engines.links.terms import Terms
 from shoal.engines.node import Node, join
 from shoal.engines.once import Once
 from shoal.engines.options import Machines, Network
-from shoal.runs.checkpoint import Checkpoints
+from shoal.services.checkpoints import Checkpoints
+from shoal.transport.greeting import meet
+from shoal.transport.session import Session
+from shoal.transport.terms import Terms
 from tests.engines import programs
 from tests.pace import seconds
 

@@ -9,11 +9,11 @@ import pytest
 
 from shoal.core.errors import ServiceLost
 from shoal.engines import Options, make, relay
-from shoal.engines.links.terms import Terms
 from shoal.engines.node import Node, listen
 from shoal.engines.options import Machines
 from shoal.engines.relay import Relay, Relayed
 from shoal.services.parameters import Parameters
+from shoal.transport.terms import Terms
 from tests.engines import programs
 from tests.pace import seconds
 

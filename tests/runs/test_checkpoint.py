@@ -13,7 +13,7 @@ import pytest
 
 from shoal.core.errors import SettingsError, ShoalError
 from shoal.runs import checkpoint
-from shoal.runs.checkpoint import Checkpoints
+from shoal.services.checkpoints import Checkpoints
 
 
 def content(steps: int, scheduled: bool = True, **more: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shoal.core.caller import call_as
 from shoal.core.errors import Fatal
-from shoal.core.replaying import Replaying
+from shoal.core.settings import Replaying
 from shoal.core.types import Store
 from shoal.services.frames import Frames, Full
 from shoal.services.replay import Replay

@@ -10,7 +10,7 @@ import torch
 
 import shoal
 from shoal import envs
-from shoal.engines.block import private
+from shoal.engines.memory import private
 from shoal.workers.gradient import learn_from
 from shoal.workers.learner import Model
 from shoal.workers.policy import fresh_batch

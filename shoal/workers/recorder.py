@@ -1,0 +1,169 @@
+"""Recording: what the journal hears goes to the disk and to whoever watches."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from shoal.core.types import Work
+from shoal.display import console
+from shoal.runs.metrics import Metrics
+
+log = logging.getLogger("shoal")
+LOOK = 0.5  # seconds between looks for news
+FLUSH = 5.0  # seconds between writes
+WINDOW = 10.0  # seconds over which rates are taken
+ROWS = 1000  # a row covers at least this fraction of the time so far, so that long runs stay small
+
+
+def record(experiment: Any, run: Path, steps: int, journal: Any, report: Callable[[], Mapping[str, Any]]) -> Work:
+    """Write the metrics of a run that goes on after these steps, and show its progress; it only ever waits."""
+    recorder = Recorder(experiment, run, steps, report)
+    recorder.evaluations += journal.snapshot()["evaluations"]  # of before, where the run is resumed
+    looked = 0.0
+    try:
+        while True:
+            if time.monotonic() - looked >= min(experiment.log_every, LOOK):
+                looked = time.monotonic()
+                recorder.take(journal.drain())
+            yield False
+    finally:
+        recorder.take(journal.drain(), last=True)
+        recorder.close()
+
+
+class Recorder:
+    """Turns what the journal tells into rows, lines and a view for the display."""
+
+    def __init__(self, experiment: Any, run: Path, steps: int, report: Callable[[], Mapping[str, Any]]) -> None:
+        """Open the files and the display."""
+        self.experiment, self.report = experiment, report
+        self.metrics = Metrics(run, steps)
+        self.display = console.display(experiment.log_every)
+        self.title = f"{console.title(experiment)} · {run}"
+        now = time.monotonic()
+        self.marks = deque[tuple[float, int, int]]()  # when, steps, updates
+        self.steps, self.started = steps, now
+        self.row_at = self.flushed_at = self.shares_at = now
+        self.newest: dict[str, float] = {}
+        # Since the last row: the metrics of every look, and by arm the scores of its episodes.
+        self.metrics_since: dict[str, list[float]] = {}
+        self.arms_since: dict[int, list[float]] = {}
+        self.evaluations: list[Mapping[str, Any]] = []
+        self.workers: Mapping[str, Any] = {}
+        self.problem: str | None = None
+        self.trouble = ""  # why the disk takes nothing
+        self.saved: Any = None  # the newest checkpoint
+
+    def take(self, news: Mapping[str, Any], last: bool = False) -> None:
+        """Take what is new since the last time."""
+        now = time.monotonic()
+        if news["steps"] < self.steps:  # the learner went back to a checkpoint
+            self.metrics.rewind(news["steps"])
+            self.evaluations = [result for result in self.evaluations if result["steps"] <= news["steps"]]
+            self.marks.clear()
+            self.metrics_since.clear()
+            self.arms_since.clear()
+        moved, self.steps = news["steps"] != self.steps, news["steps"]
+        if not self.marks:
+            self.marks.append((now, news["steps"], news["updates"]))
+        for fault in news["faults_told"]:
+            log.warning(fault)
+            self.problem = fault.splitlines()[0]
+        for result in news["evaluations"]:
+            log.info(console.evaluation_line(result))
+            self.evaluations.append(result)
+            self.metrics.add({"kind": "evaluation", "time": time.time(), **result})
+        self.newest.update(news["metrics"])
+        for name, value in news["metrics"].items():
+            self.metrics_since.setdefault(name, []).append(value)
+        for arm, score in news["choices"]:
+            self.arms_since.setdefault(arm, []).append(score)
+        rates = self._rates(now, news)
+        if (moved or last) and self.metrics_since and (last or now - self.row_at >= (now - self.started) / ROWS):
+            self.metrics.add(self._row(news, rates))
+            self.row_at = now
+            self.metrics_since.clear()
+            self.arms_since.clear()
+        self.display.show(self._view(news, rates, now), last)
+        # With a checkpoint, so that a run that goes on from there has no gap before it.
+        if last or news["checkpoint"] != self.saved or now - self.flushed_at >= FLUSH:
+            self._flush()
+            self.flushed_at, self.saved = now, news["checkpoint"]
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        self.display.close()
+
+    def _rates(self, now: float, news: Mapping[str, Any]) -> dict[str, float]:
+        """Steps and updates per second over the window."""
+        self.marks.append((now, news["steps"], news["updates"]))
+        while len(self.marks) > 2 and now - self.marks[0][0] > WINDOW:
+            self.marks.popleft()
+        before, steps, updates = self.marks[0]
+        seconds = max(now - before, 1e-9)
+        return {
+            "steps_per_s": (news["steps"] - steps) / seconds,
+            "updates_per_s": (news["updates"] - updates) / seconds,
+        }
+
+    def _row(self, news: Mapping[str, Any], rates: Mapping[str, float]) -> dict[str, Any]:
+        counts = {key: news[key] for key in ("steps", "updates", "episodes", "faults", "return", "length")}
+        seconds = round(news["seconds"], 3)
+        metrics = {name: fmean(values) for name, values in self.metrics_since.items()}
+        row = {"kind": "train", "time": time.time(), "seconds": seconds, **counts, **rates, "metrics": metrics}
+        arms = sorted(self.arms_since.items())
+        told = {str(arm): {"episodes": len(scores), "score": fmean(scores)} for arm, scores in arms}
+        return row | ({"arms": told} if told else {})
+
+    def _view(self, news: Mapping[str, Any], rates: Mapping[str, float], now: float) -> dict[str, Any]:
+        report = self.report()
+        workers = {name: shares(told, self.workers.get(name)) for name, told in report.items()}
+        if now - self.shares_at >= FLUSH:  # shares are those of the last seconds
+            self.workers, self.shares_at = report, now
+        left = max(self.experiment.steps - news["steps"], 0)
+        saved = news["checkpoint"]
+        return {
+            **{key: news[key] for key in ("steps", "updates", "episodes", "faults", "return", "length", "seconds")},
+            **rates,
+            "title": self.title,
+            "total": self.experiment.steps,
+            "left": left / rates["steps_per_s"] if rates["steps_per_s"] > 0 else None,
+            "evaluations": self.evaluations,
+            "target": self.experiment.evaluation.target,
+            "metrics": self.newest,
+            "workers": workers,
+            "checkpoint": saved and {"steps": saved["steps"], "age": news["seconds"] - saved["seconds"]},
+            "problem": self.problem,
+        }
+
+    def _flush(self) -> None:
+        try:
+            self.metrics.flush()
+            if self.trouble:
+                log.warning("metrics are written again")
+            self.trouble = ""
+        except OSError as error:
+            if self.trouble != str(error):
+                log.error("metrics cannot be written, they wait in memory: %s", error)
+            self.trouble = str(error)
+
+
+def shares(now: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A worker's moves per second, and what share of its time it computes or waits, in all or since a report."""
+    if before is None or now.get("seconds", 0) <= before.get("seconds", 0):  # the latter: it was started again
+        before = {}
+    total = max(now.get("seconds", 0) - before.get("seconds", 0), 1e-9)
+    earlier = before.get("waits", {})
+    waits = {name: (spent - earlier.get(name, 0)) / total for name, spent in now.get("waits", {}).items()}
+    return {
+        **{key: value for key, value in now.items() if key not in ("waits", "working", "busy", "doing")},
+        "moves_per_s": round((now.get("moves", 0) - before.get("moves", 0)) / total, 2),
+        "working": round((now.get("working", 0) - before.get("working", 0)) / total, 4),
+        "waits": {name: round(share, 4) for name, share in waits.items()},
+    }
