@@ -75,13 +75,14 @@ def _measure(config: str, seconds: float, changes: dict[str, Any], barrier: Any,
 
 def _take_turns(experiment: Any, seconds: float) -> dict[str, float]:
     """Core-time per step of actors and learner, from the first update on."""
-    from shoal import topology
-    from shoal.engines.inline import Inline
+    from shoal import engines, topology
 
-    engine = Inline(topology.options(experiment))
+    engine = engines.make("inline", topology.options(experiment))
     with tempfile.TemporaryDirectory() as scratch:
         journal, _, _ = topology.start(experiment, engine, Path(scratch), {})
-        turns = {name: work for name, (work, _) in engine.workers.items() if name not in ("evaluator", "recorder")}
+        turns = {
+            name: worker.seat.work for name, worker in engine.workers.items() if name not in ("evaluator", "recorder")
+        }
         spent, start, steps = {"acting": 0.0, "learning": 0.0}, 0.0, 0
         while not start or time.perf_counter() - start < seconds or journal.snapshot()["steps"] == steps:
             for name, work in turns.items():

@@ -63,7 +63,7 @@ class Rights:
 
     def __init__(self, caller: str, named: Named, refused: dict[str, int]) -> None:
         """Take what a recipe names; `refused` counts, for each caller, the calls that it did not."""
-        self.caller, self._refused = caller, refused
+        self.caller, self.named, self._refused = caller, named, refused
         told = {service: ["*"] if methods is None else methods for service, methods in named.items()}
         self._told = [f"{service}.{method}" for service, methods in told.items() for method in methods]
         self._open = {service for service, methods in named.items() if methods is None}

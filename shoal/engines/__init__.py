@@ -8,6 +8,7 @@ from typing import Any
 from shoal.core.errors import ShoalError
 from shoal.core.recipe import find
 from shoal.engines.options import Options
+from shoal.engines.supervisor import Supervisor
 
 ENGINES = {
     "inline": "shoal.engines.inline:Inline",
@@ -26,7 +27,7 @@ def prepare(name: Any, modules: tuple[str, ...]) -> Any:
     return None
 
 
-def make(name: str, options: Options, prepared: Any = None) -> Any:
-    """Make an engine by its name in the table, or by a user's import path."""
-    engine = find(ENGINES.get(name, name))
-    return engine(options) if prepared is None else engine(options, prepared)
+def make(name: str, options: Options, prepared: Any = None) -> Supervisor:
+    """Make an engine of the launcher that a name in the table, or a user's import path, stands for."""
+    launcher = find(ENGINES.get(name, name))
+    return Supervisor(options, launcher(options) if prepared is None else launcher(options, prepared))

@@ -1,7 +1,7 @@
 """The engine of several machines: workers that may live elsewhere are spread over nodes that come and go.
 
-The head keeps the services and the workers that belong to it as `processes` does. To each node it says which workers it
-should hold, and says it again whenever a link comes back; the node sees to the rest. Nodes call the head's services
+The head's services and the workers that belong to it live as on `processes`. To each node the head says which workers
+it should hold, and says it again whenever a link comes back; the node sees to the rest. Nodes call the head's services
 through their link, and a call that is asked twice, because the link broke in between, is answered once.
 """
 
@@ -11,34 +11,27 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from shoal.core.caller import call_as
-from shoal.core.errors import (
-    DeadlineExceeded,
-    Refused,
-    ServiceFailed,
-    ServiceLost,
-    ShoalError,
-    Stalled,
-    WireError,
-    WorkerFailed,
-)
-from shoal.core.randomness import derive
-from shoal.core.recipe import describe, path_of, services_in
-from shoal.core.rights import Named, Rights, rights_of, with_services
-from shoal.core.types import Array, Work
-from shoal.engines.driving import Patience
+from shoal.core.errors import DeadlineExceeded, Refused, ServiceFailed, ServiceLost, ShoalError, WireError, WorkerFailed
+from shoal.core.recipe import services_in
+from shoal.core.rights import Rights
+from shoal.core.types import Array
+from shoal.engines.host import Host, Served
+from shoal.engines.node import LINE, TEXT, Name
 from shoal.engines.once import Once
 from shoal.engines.options import Machines, Options
 from shoal.engines.placement import HERE, place
-from shoal.engines.processes import HEAD, Processes
-from shoal.engines.station import About, Away, Shared, Station, read_about
-from shoal.engines.worker import recipe_of
+from shoal.engines.processes import Processes
+from shoal.engines.supervisor import Launcher, Worker
 from shoal.transport.greeting import Answer, Gate, keep_meeting
 from shoal.transport.nursery import Nursery
 from shoal.transport.session import Session
@@ -49,17 +42,16 @@ BEAT = 1.0  # seconds between signs of life
 SENSELESS = 20  # reports in a row that make no sense, after which a node is done without
 UNWANTED = 1000  # names of nodes that are logged when they are refused
 ASK = 1 / 4  # the share of `stall` after which a turn is asked for again, since each time takes a thread of the node
-SHARED = ("seed", "lockstep", "restarts", "deadline", "stall", "silence")  # options that nodes are told
+SENT = ("seed", "lockstep", "restarts", "deadline", "stall", "silence")  # options that nodes are sent
 
 
-class Cluster:
-    """Workers on several machines; no link that breaks ends the run."""
+class Cluster(Launcher):
+    """Starts workers here or on nodes; no link that breaks ends the run."""
 
     def __init__(self, options: Options, nursery: Nursery | None = None) -> None:
-        """Begin to look for nodes."""
+        """Take where nodes are to be found."""
         machines = options.machines or Machines()
         self.options, self.machines, self.network = options, machines, machines.network
-        self.patience = Patience(options.stall)
         network = self.network
         self.terms = Terms(
             "head", network.trust, insecure=network.insecure, link=network.link, world=network.world, role="head"
@@ -73,22 +65,37 @@ class Cluster:
             self.terms.check(address)
         self.terms.warn()
         self.here = Processes(options, nursery)
+        self.roaming = {service: home for service, home in options.homes.items() if self._roams(home)}
+        self.here.homes = {service: home for service, home in options.homes.items() if service not in self.roaming}
         self.run_name = secrets.token_hex(16)  # a secret: by it a node knows this head again
         self.stations: dict[str, Station] = {}
-        self.recipes: dict[str, tuple[str, list[Any], Named]] = {}
-        self.rights: dict[str, Rights] = {}  # of the workers that nodes were told to hold
+        self.recipes: dict[str, tuple[Worker, Mapping[str, Any]]] = {}  # of the workers that may live on nodes
+        self.wanted: set[str] = set()  # those of them that should run
+        self.rights: dict[str, Rights] = {}  # of the workers that nodes were ordered to hold
         self.places: dict[str, str] = {}  # worker → node
-        self.placed: dict[str, dict[str, Any]] = {}  # worker that may roam → services to make there
         self.shared: dict[str, Shared] = {}
-        self.order: list[str] = []
-        self.turns = self.lives = 0
+        self.turns = 0
         self.failure: ShoalError | None = None
         self.answers = Once()
+        self._asking = ""  # the worker on a node whose turn it is
+        self._hurried = False
         self._unwanted: dict[str, str] = {}  # why nodes that came were refused, by name
         self._news = threading.Condition()
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
         self.gate: Gate | None = None
+
+    @staticmethod
+    def prepare(modules: tuple[str, ...]) -> Nursery:
+        """Start loading modules for the workers, before anything else is known."""
+        return Processes.prepare(modules)
+
+    def open(self, head: Host) -> None:
+        """Take the head, whose services workers may call, and begin to look for nodes."""
+        self.head = head
+        self.here.open(head)
+        for service, home in self.roaming.items():
+            head.services[service] = Elsewhere(self, service, home)
         for address in self.machines.nodes:
             self._start(self._keep_in_touch, address)
         if self.network.listen:
@@ -97,27 +104,12 @@ class Cluster:
             )
             log.info("nodes may join at %s", self.gate.address)
 
-    @staticmethod
-    def prepare(modules: tuple[str, ...]) -> Nursery:
-        """Start loading modules for the workers, before anything else is known."""
-        return Processes.prepare(modules)
-
     def _start(self, target: Callable[..., None], *args: Any) -> None:
         thread = threading.Thread(target=target, args=args, name="node", daemon=True)
         self._threads = [*(other for other in self._threads if other.is_alive()), thread]
         thread.start()
 
-    def serve(self, name: str, make: Callable[..., Any], *args: Any) -> Any:
-        """Make a service at the head, or have it made in the worker where it is placed, wherever that lives."""
-        home = self.options.homes.get(name, HEAD)
-        if home == HEAD or not self._roams(home):
-            return self.here.serve(name, make, *args)
-        self.placed.setdefault(home, {})[name] = recipe_of(make, args, derive(self.options.seed, name))
-        away: Any = Away(self, name, home)
-        self.here.local[name] = away  # those here call it through the head as well
-        return away
-
-    def share(self, name: str, tree: Mapping[str, Array]) -> Any:
+    def share(self, name: str, tree: Mapping[str, Array]) -> Shared:
         """Give every machine on which workers of the group `name/…` come to live memory that these share."""
         self.shared[name] = Shared(name, {key: np.array(value) for key, value in tree.items()})
         return self.shared[name]
@@ -126,15 +118,69 @@ class Cluster:
         """Whether a worker may live on a node."""
         return worker not in self.options.observers and (self.machines.remote is None or worker in self.machines.remote)
 
-    def run(self, name: str, work: Callable[..., Work], *args: Any) -> None:
-        """Start a worker here, or remember it for a node."""
-        if name not in self.options.observers:
-            self.order.append(name)
-        if self._roams(name):
-            with self._news:
-                self.recipes[name] = path_of(work), [describe(arg) for arg in args], rights_of(work, args)
-        else:
-            self.here.run(name, work, *args)
+    # Starting and ending.
+
+    def start(self, worker: Worker, start: Mapping[str, Any]) -> None:
+        """Start a worker here, or give it to a node."""
+        if not self._roams(worker.name):
+            self.here.start(worker, start)
+            return
+        with self._news:
+            worker.seat, worker.elsewhere = worker.name, True
+            self.recipes[worker.name] = worker, start
+            self.wanted.add(worker.name)
+
+    def _is_here(self, worker: Worker) -> bool:
+        return worker.name in self.here.controls
+
+    def stop(self, worker: Worker) -> None:
+        """Ask a process here to end; nodes are released as a whole."""
+        if self._is_here(worker):
+            self.here.stop(worker)
+
+    def end(self, worker: Worker, seconds: float) -> str:
+        """End a process here, or have its node begin it anew."""
+        with self._news:
+            self.wanted.discard(worker.name)
+        if self._is_here(worker):
+            return self.here.end(worker, seconds)
+        worker.seat = None
+        if (station := self.stations.get(self.places.get(worker.name, HERE))) is not None:
+            station.renewed, station.ordered = False, None
+        return "was ended"
+
+    def stacks(self, worker: Worker) -> str:
+        """Ask a process here, or the node, which answers for all its workers."""
+        if self._is_here(worker):
+            return self.here.stacks(worker)
+        station = self.stations.get(self.places.get(worker.name, HERE))
+        if station is None:
+            return f"{worker.name}: there is no node for it yet"
+        if station.session is None:
+            return f"node {station.name} is disconnected"
+        found = ""
+        with suppress(ShoalError):
+            found = f"node {station.name}\n{station.session.call('stacks', seconds=5.0)}"
+        return found
+
+    def hurry(self) -> None:
+        """Wait no more for machines that are missing."""
+        self._hurried = True
+
+    def close(self) -> None:
+        """End everything, on every machine that can be reached."""
+        self._closed.set()
+        for station in [*self.stations.values()]:
+            if (session := station.session) is not None:
+                with suppress(ShoalError):
+                    session.call("release", self.run_name, seconds=10.0)
+                session.close("the run has ended")
+                session.join()
+        if self.gate is not None:
+            self.gate.close()
+        for thread in self._threads:
+            thread.join(timeout=15)
+        self.here.close()
 
     # Links.
 
@@ -163,7 +209,7 @@ class Cluster:
             with self._news:
                 self._check_life(name, about["life"])
                 station = self.stations.setdefault(name, Station(name))
-                before, station.session, station.told = station.session, session, None
+                before, station.session, station.ordered = station.session, session, None
                 station.life, station.slots = about["life"], about["slots"]
                 self._news.notify_all()
         except ShoalError as error:
@@ -237,13 +283,13 @@ class Cluster:
             raise Refused("call: a channel, a number, a service, a method and arguments were expected")
         channel, number, service, method, given = args
         worker, _, life = channel.rpartition("-")
-        told = station.told or []  # one that is moved may speak until its node has been told
+        ordered = station.ordered or []  # one that is moved may speak until its node has been told
         rights = self.rights.get(worker)
-        if rights is None or (self.places.get(worker) != station.name and worker not in told):
+        if rights is None or (self.places.get(worker) != station.name and worker not in ordered):
             raise Refused(f"{worker:.200} does not live on node {station.name}, or does not any more")
         rights.check(service, method)
         call_as(worker)
-        return self.answers.ask(worker, life, number, lambda: self._call(service, method, given))
+        return self.answers.ask(worker, life, number, lambda: self.call(service, method, given))
 
     def reach(self, worker: str, kind: str, *args: Any) -> Any:
         """Call the node where a worker lives; while it has none, or its link is down, wait."""
@@ -253,7 +299,7 @@ class Cluster:
             station = self.stations.get(self.places.get(worker, HERE))
             if self.failure is not None:
                 raise self.failure
-            if station is None or station.session is None or worker not in (station.told or ()):
+            if station is None or station.session is None or worker not in (station.ordered or ()):
                 with self._news:
                     self._news.wait(0.02)
                 continue
@@ -261,10 +307,10 @@ class Cluster:
                 return station.session.call(kind, *args, seconds=left)
         raise ServiceLost(f"no link to {worker} for {self.options.deadline:g} s")
 
-    def _call(self, service: str, method: str, args: list[Any]) -> Any:
+    def call(self, service: str, method: str, args: Sequence[Any]) -> Any:
         """Call a service; while its worker begins again, wait."""
-        if service not in self.names():
-            raise ShoalError(f"there is no service {service!r}")
+        if service in self.head.services:
+            return self.head.services[service].call(method, args)
         limit = time.monotonic() + self.options.deadline
         while True:
             try:
@@ -273,67 +319,86 @@ class Cluster:
                 if time.monotonic() > limit or self._closed.wait(0.05):
                     raise
 
-    def names(self) -> list[str]:
-        """The services."""
-        return [*self.here.local, *(name for names in self.here.placed.values() for name in names)]
-
     # Watching.
 
-    def wait(self, *names: str) -> None:
-        """Watch over all machines until the named workers have ended."""
-        self.patience.begin()
-        while not all(self._ended(name) for name in names):
-            if self.options.lockstep:
-                self._give_turns()
-            else:
-                self.here.watch(0.05)
-            self._tend()
-            self.patience.heed(self.report(), self._standstill)
-            self.patience.look(self._moves(), self._starting(), self._standstill)
-
-    def hurry(self) -> None:
-        """Take that the run was asked to end, so that nothing stuck or missing may delay it for long."""
-        self.patience.hurry()
-        self.here.hurry()
-
-    def _ended(self, name: str) -> bool:
-        if name in self.recipes:
-            return any(name in station.ended for station in self.stations.values())
-        return self.here.workers[name].ended
-
-    def _moves(self) -> int:
-        told = sum(worker.get("moves", 0) for station in self.stations.values() for worker in station.report.values())
-        return int(self.here.moves() + told)
-
-    def _starting(self) -> bool:
-        """Whether something is on its way: a worker that loads, or a node for those that have none."""
-        unplaced = len(self.places) < len(self.recipes)
-        return (
-            self.here.starting()
-            or unplaced
-            or any(station.starting or station.telling for station in self.stations.values())
-        )
-
-    def _tend(self) -> None:
-        """Look after the nodes, and after the workers that have no place."""
+    def poll(self, seconds: float) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Take in what processes here and nodes report, and see that every worker has a place."""
+        yield from self.here.poll(seconds)
         if self.failure is not None:
             raise self.failure
-        lives = sum(self.here.restarts.get(host, 0) for host in self.here.placed)
-        if lives != self.lives:  # what everyone works with began again, so everyone does
-            self.lives = lives
-            for station in self.stations.values():
-                station.renewed, station.told = False, None
-        for station in [*self.stations.values()]:
-            for name, text in station.failures.items():
-                raise WorkerFailed(f"{name} on node {station.name}: {text}")
         self._arrange()
-        for name in [name for name, where in self.places.items() if where == HERE and name not in self.here.workers]:
-            if name in self.placed:
+        self._fill_here()
+        for station in [*self.stations.values()]:
+            yield from self._news_of(station)
+        for name in [name for name in self.recipes if name not in self.places]:
+            self.recipes[name][0].started = time.monotonic()  # it waits for a node, which may take its time
+        if self._asking and (found := self._ask_turn(self.recipes[self._asking][0])) is not None:
+            yield self._asking, {"turned": found}
+
+    def _news_of(self, station: Station) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """What a node has reported of the workers that live there."""
+        busy = station.starting or station.ordering
+        fresh, station.fresh = station.fresh, False
+        for name in [name for name, node in self.places.items() if node == station.name and name in self.wanted]:
+            worker, away = self.recipes[name][0], station.session is None
+            if busy:
+                worker.started = time.monotonic()
+            changes: dict[str, Any] = {"node": station.name, "away": away, "ready": not busy}
+            if name in station.failures:
+                raise WorkerFailed(f"{name} on node {station.name}: {station.failures[name]}")
+            if not fresh:
+                worker.node, worker.away, worker.ready = station.name, away, not busy
+                continue
+            if (report := station.report.get(name)) is not None:
+                refused = {"refused": {name: report["refused"]}} if "refused" in report else {}
+                changes |= {"report": {**report, **refused}, "line": station.lines.get(name, "")}
+            yield name, changes | {"ended": worker.ended or name in station.ended}
+
+    def _fill_here(self) -> None:
+        """Start the workers that have their place at the head."""
+        for name in [name for name, where in self.places.items() if where == HERE and name in self.wanted]:
+            worker, start = self.recipes[name]
+            if name in self.here.controls:
+                continue
+            if start["services"]:
                 raise ShoalError(f"{name} holds services and cannot live at the head: leave network.here at 0")
-            for service in {found for arg in self.recipes[name][1] for found in services_in(arg)}:
+            for service in {found for arg in start["args"] for found in services_in(arg)}:
                 if service in self.shared and service not in self.here.blocks:
                     self.here.share(service, self.shared[service].tree)
-            self.here.add(name, *self.recipes[name])
+            worker.elsewhere = False
+            self.here.start(worker, start)
+
+    def turn(self, worker: Worker) -> bool | None:
+        """Ask for a unit of work, here or on a node."""
+        self._arrange()
+        self._fill_here()
+        if self._is_here(worker):
+            return self.here.turn(worker)
+        self.turns, self._asking = self.turns + 1, worker.name
+        return self._ask_turn(worker)
+
+    def _ask_turn(self, worker: Worker) -> bool | None:
+        """Ask a node once more for the turn that is due, which it takes once; None: ask again."""
+        station = self.stations.get(self.places.get(worker.name, HERE))
+        session = station.session if station is not None else None
+        if station is None or session is None or station.ordered is None:
+            if not self._hurried:
+                with self._news:
+                    self._news.wait(0.05)
+                return None
+            self._asking = ""  # the others go on without it, and end
+            return False
+        try:
+            answer = session.call("turn", worker.name, self.turns, seconds=self.options.stall * ASK)
+        except ServiceFailed as error:
+            raise WorkerFailed(f"{worker.name} on node {station.name}: {error}") from error
+        except (ServiceLost, DeadlineExceeded):
+            worker.heard = max(worker.heard, session.heard)
+            return None
+        if not isinstance(answer, list) or [type(part) for part in answer] != [bool, bool]:
+            raise Refused(f"node {station.name} answers a turn of {worker.name} with what makes no sense")
+        self._asking, worker.ended = "", answer[1]
+        return bool(answer[0])
 
     def _arrange(self) -> None:
         """Give every worker a place, and tell the nodes whose part has changed."""
@@ -347,31 +412,33 @@ class Cluster:
             away = frozenset(name for name in present if self.stations[name].session is None)
             self.places = place([*self.recipes], self.places, present, self.network.here, away)
             for station in self.stations.values():
-                self._tell(station)
+                self._order(station)
 
-    def _tell(self, station: Station) -> None:
-        """Tell a node what to hold, where that has changed."""
-        session, wanted = station.session, [name for name, node in self.places.items() if node == station.name]
-        if session is not None and station.told != wanted and not station.telling:
-            station.telling = True
+    def _order(self, station: Station) -> None:
+        """Order a node to hold its workers, where these have changed."""
+        mine = [name for name, node in self.places.items() if node == station.name]
+        session, wanted = station.session, [name for name in mine if name in self.wanted]
+        if session is not None and station.ordered != wanted and not station.ordering:
+            station.ordering = True
             self._start(self._have_held, station, session, wanted)  # aside, since starting workers takes its time
 
     def _have_held(self, station: Station, session: Session, wanted: list[str]) -> None:
         sets = {key: [*getattr(self.options, key)] for key in ("restartable", "relays")}
-        shared = {key: getattr(self.options, key) for key in SHARED} | sets
+        shared = {key: getattr(self.options, key) for key in SENT} | sets
         check = [*self.machines.check] if self.machines.check else []
         recipes = {name: self._recipe(name) for name in wanted}
-        named = {service for name in wanted for arg in self.recipes[name][1] for service in services_in(arg)}
+        named = {service for name in wanted for arg in self.recipes[name][1]["args"] for service in services_in(arg)}
         blocks = {name: block.tree for name, block in self.shared.items() if name in named}
+        names = [*{**self.head.services, **self.options.homes}]
         try:
             if not station.renewed:
-                session.call("hold", self.run_name, shared, check, self.names(), {}, {}, seconds=self.options.deadline)
+                session.call("hold", self.run_name, shared, check, names, {}, {}, seconds=self.options.deadline)
                 station.renewed = True
                 self._forget(wanted)  # whose lives are over
-            told = [shared, check, self.names(), recipes, blocks]
-            session.call("hold", self.run_name, *told, seconds=self.options.deadline)
+            content = [shared, check, names, recipes, blocks]
+            session.call("hold", self.run_name, *content, seconds=self.options.deadline)
             if station.session is session and station.renewed:
-                station.told, station.starting = wanted, True  # until it reports
+                station.ordered, station.starting = wanted, True  # until it reports
                 self._forget(name for name in self.rights if self.places.get(name, HERE) == HERE)
         except ServiceFailed as error:  # do without a node that cannot do its part
             self._do_without(station, f"node {station.name} refuses its part: {error}")
@@ -380,12 +447,12 @@ class Cluster:
         except (ServiceLost, DeadlineExceeded) as error:
             session.close(str(error))
         finally:
-            station.telling = False
+            station.ordering = False
 
     def _do_without(self, station: Station, reason: str) -> None:
         """Give a node no more work; where there is no other, the run ends."""
         log.warning("%s", reason)
-        station.slots, station.told = 0, []
+        station.slots, station.ordered = 0, []
         others = [other for other in self.stations.values() if other.slots]
         if not others and not self.network.listen and not self.network.here:
             self.failure = Refused(reason)
@@ -396,86 +463,150 @@ class Cluster:
             self.answers.forget(name)
 
     def _recipe(self, name: str) -> list[Any]:
-        """A worker as a node is told of it: path, arguments, services that live with it, and its rights."""
-        path, args, named = self.recipes[name]
-        made = self.placed.get(name, {})
-        named = with_services(named, made)
-        self.rights[name] = Rights(name, named, self.here.refused)
-        return [path, args, made, named]
+        """A worker as a node is ordered to hold it: path, arguments, services that live with it, and its rights."""
+        start = self.recipes[name][1]
+        self.rights[name] = Rights(name, start["rights"], self.head.refused)
+        return [start["work"], start["args"], start["services"], start["rights"]]
 
-    def _give_turns(self) -> None:
-        """Let every worker take one turn, in the order in which they were started, wherever they are."""
-        self.turns += 1
-        for name in self.order:
-            if name not in self.recipes or self.places.get(name) == HERE:
-                self.here.turn(name)
-            elif not self._ended(name):
-                self._turn(name)
 
-    def _turn(self, name: str) -> None:
-        """Ask for one turn, again whenever the link comes back."""
-        limit = time.monotonic() + self.options.stall
-        while time.monotonic() < limit:
-            self._tend()
-            station = self.stations.get(self.places.get(name, ""))
-            session = station.session if station is not None else None
-            if station is None or session is None or station.told is None:
-                if self.patience.hurried:
-                    return  # the others go on without it, and end
-                if station is not None and (station.telling or station.starting):  # which may take its time
-                    limit = time.monotonic() + self.options.stall
-                with self._news:
-                    self._news.wait(0.05)
-                continue
-            try:
-                session.call("turn", name, self.turns, seconds=self.options.stall * ASK)
+class About(TypedDict):
+    """What a node says of itself."""
+
+    slots: Annotated[int, Field(strict=True, ge=0, le=65536)]
+    life: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]  # another for each start of a node, and told to heads only
+    busy: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]  # seconds left to a head that is away
+
+
+ABOUT = TypeAdapter(About)
+
+
+def read_about(told: Any) -> About:
+    """What a node says of itself, if it makes sense."""
+    try:
+        return ABOUT.validate_python(told)
+    except ValidationError as error:
+        raise Refused(f"a node that does not say in order what it is: {error.errors()[0]['msg'].lower()}") from None
+
+
+@dataclass
+class Station:
+    """A node as the head sees it."""
+
+    name: str
+    life: str = ""
+    slots: int = 0
+    session: Session | None = None
+    left: float = 0.0  # when its link was lost
+    ordered: list[str] | None = None  # the workers it was last ordered to hold; None: it has to be ordered again
+    report: dict[str, Any] = field(default_factory=dict)
+    lines: dict[str, str] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)
+    failures: dict[str, str] = field(default_factory=dict)
+    starting: bool = False
+    renewed: bool = True  # whether its workers have begun since the services they call did
+    ordering: bool = False  # whether a thread is ordering it what to hold
+    fresh: bool = False  # whether a report has come that nobody has looked at
+    refused: int = 0  # reports that made no sense
+    row: int = 0  # how many of them came one after the other
+
+    def hear(self, args: list[Any], run: str, workers: Collection[str], places: Mapping[str, str]) -> None:
+        """Take a report about workers of a run, or refuse it, which is told ever more rarely."""
+        try:
+            received = read_report(args)
+            if received.run != run:  # of a run before this one
                 return
-            except DeadlineExceeded:  # ask again: it is taken once
-                self.patience.heed(self.report(), self._standstill)
-                limit = max(limit, session.heard + self.options.stall)
-            except ServiceFailed as error:
-                raise WorkerFailed(f"{name} on node {station.name}: {error}") from error
-            except ServiceLost:
-                continue
-        raise Stalled(f"{name} had no turn for {self.options.stall:g} s\n{self._standstill()}")
+            if strangers := received.names() - {*workers}:
+                raise Refused(f"{min(strangers)} is no worker of this run")
+        except Refused as error:
+            self.refused, self.row = self.refused + 1, self.row + 1
+            if self.refused.bit_count() == 1:  # the first, the second, the fourth, …
+                log.warning("refused a report of node %s, number %d of them: %s", self.name, self.refused, error)
+            raise
+        self.row, self.fresh = 0, True
+        mine = {*(self.ordered or ()), *(name for name, node in places.items() if node == self.name)}
+        self.report, self.lines, self.starting = dict(received.workers), received.lines, received.starting
+        self.failures = {name: text for name, text in received.failures.items() if name in mine}
+        self.ended = mine & {*received.ended}  # of others it cannot know
 
-    def _standstill(self) -> str:
-        parts = [self.here.standstill()]
-        for station in self.stations.values():
-            state, stacks = "is away", "\n".join(station.lines.values())
-            if (session := station.session) is not None:
-                state = "is here"
-                with suppress(ShoalError):
-                    stacks = session.call("stacks", seconds=5.0)
-            parts.append(f"node {station.name} {state}\n{stacks}")
-        waiting = [name for name in self.recipes if name not in self.places]
-        return "\n".join([*parts, *([f"no node yet for {', '.join(waiting)}"] if waiting else [])])
 
-    def report(self) -> Mapping[str, Any]:
-        """What each worker has done with its time, and where."""
-        remote = {
-            name: {**told, "node": station.name, "away": station.session is None, **self._told_refused(name)}
-            for station in [*self.stations.values()]
-            for name, told in [*station.report.items()]
-            if self.places.get(name) == station.name
-        }
-        return {**self.here.report(), **remote}
+class Elsewhere(Served):
+    """A service that lives on a node: those at the head call it through the head."""
 
-    def _told_refused(self, worker: str) -> dict[str, int]:
-        count = self.here.refused.get(worker, 0)
-        return {"refused": count} if count else {}
+    def __init__(self, cluster: Cluster, service: str, home: str) -> None:
+        """Find it where its worker is at the time of the call."""
+        self._cluster, self._service, self._home = cluster, service, home
 
-    def close(self) -> None:
-        """End everything, on every machine that can be reached."""
-        self._closed.set()
-        for station in [*self.stations.values()]:
-            if (session := station.session) is not None:
-                with suppress(ShoalError):
-                    session.call("release", self.run_name, seconds=10.0)
-                session.close("the run has ended")
-                session.join()
-        if self.gate is not None:
-            self.gate.close()
-        for thread in self._threads:
-            thread.join(timeout=15)
-        self.here.close()
+    def call(self, method: str, args: Sequence[Any]) -> Any:
+        """Call it over the link to its node."""
+        return self._cluster.reach(self._home, "service", self._service, method, [*args])
+
+    def lasting(self, method: str) -> bool:
+        """Nothing is known of its answers here."""
+        return False
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A stand-in for memory that workers of one machine share, with what it holds at first."""
+
+    _service: str
+    tree: Mapping[str, Array]
+
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
+Count = Annotated[int, Field(ge=0, lt=1 << 63, strict=True)]
+
+
+def shown(text: str) -> str:
+    """Text that changes nothing about the terminal where it is shown."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
+
+
+Waited = Annotated[str, Field(max_length=200, pattern=r"^[ -~]*$")]  # for a service; empty: for none
+Line = Annotated[str, Field(max_length=LINE), AfterValidator(shown)]
+Text = Annotated[str, Field(max_length=TEXT), AfterValidator(shown)]
+
+
+class WorkerReport(TypedDict, total=False):
+    """How one worker has spent its time; nothing yet while it starts."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+
+    moves: Count
+    seconds: Seconds
+    working: Seconds
+    waits: Annotated[dict[Waited, Seconds], Field(max_length=1000)]
+    busy: Seconds
+    doing: Line
+    restarts: Count
+    refused: Count
+    pid: Count
+
+
+class Report(NamedTuple):
+    """What a node tells again and again."""
+
+    run: str
+    workers: dict[Name, WorkerReport]
+    lines: dict[Name, Line]
+    ended: list[Name]
+    failures: dict[Name, Text]
+    starting: Annotated[bool, Field(strict=True)]
+
+    def names(self) -> set[str]:
+        """The workers that it is about."""
+        return {*self.workers, *self.lines, *self.ended, *self.failures}
+
+
+FORM: TypeAdapter[Report] = TypeAdapter(Report)
+
+
+def read_report(args: list[Any]) -> Report:
+    """The report, if it has the form of one."""
+    try:
+        return FORM.validate_python(args)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place, *inside = first["loc"] or ("its form",)
+        name = Report._fields[place] if isinstance(place, int) and place < len(Report._fields) else "its form"
+        raise Refused(f"{'.'.join(map(str, [name, *inside]))}: {first['msg'].lower()}"[:LINE]) from None

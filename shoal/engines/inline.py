@@ -9,17 +9,17 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from shoal.core.errors import Stalled
-from shoal.core.randomness import Randomness, derive
-from shoal.core.types import Array, Work
-from shoal.engines.driving import Activity, Local, Patience, advance, granted, moves_of, stacks
+from shoal.core.errors import ShoalError, Stalled
+from shoal.core.randomness import Randomness
+from shoal.core.types import Array
+from shoal.engines.host import Host, stacks
 from shoal.engines.memory import private
 from shoal.engines.options import Options
+from shoal.engines.supervisor import Launcher, Worker
 
 log = logging.getLogger("shoal")
 LOOK = 0.2  # seconds between looks of the watchdog
@@ -27,69 +27,74 @@ GRACE = 5.0  # seconds in which a thread that was interrupted has to end its wor
 WAKING: Any = getattr(signal, "SIGURG", None)  # the signal that means nothing to anyone else
 
 
-class Inline:
-    """Services are plain objects and workers are called round robin; always in lockstep."""
+class Inline(Launcher):
+    """Workers are generators of the head's own thread, advanced round robin; always in lockstep."""
+
+    shared = in_turns = True
 
     def __init__(self, options: Options) -> None:
         """Begin with nothing running."""
-        self.options = options
-        self.patience = Patience(options.stall)
-        self.workers: dict[str, tuple[Work, Randomness]] = {}
-        self.activities: dict[str, Activity] = {}
-        self._current: Activity | None = None
+        self.stall = options.stall
+        self.randomness: dict[str, Randomness] = {}
+        self._watchdog: Watchdog | None = None
 
-    def serve(self, name: str, make: Callable[..., Any], *args: Any) -> Any:
-        """Make a service."""
-        with Randomness(derive(self.options.seed, name)).active():
-            return Local(name, make(*args), lambda: self._current)
+    def open(self, head: Host) -> None:
+        """Take the head, where all services live."""
+        self.head = head
 
-    def share(self, name: str, tree: Mapping[str, Array]) -> Any:
+    def share(self, name: str, tree: Mapping[str, Array]) -> Mapping[str, Array]:
         """Copy arrays into memory that every worker sees."""
         return private(tree)
 
-    def run(self, name: str, work: Callable[..., Work], *args: Any) -> None:
-        """Make a worker."""
-        self.workers[name] = (work(*granted(name, work, args)), Randomness(derive(self.options.seed, name)))
-        self.activities[name] = Activity(name)
+    def start(self, worker: Worker, start: Mapping[str, Any]) -> None:
+        """Make a worker; it does nothing before its first turn."""
+        worker.host = worker.seat = self.head.member(worker.name, worker.work, worker.args, start["rights"])
+        self.randomness[worker.name] = Randomness(start["seed"])
 
-    def wait(self, *names: str) -> None:
-        """Let the workers take turns until the named ones have ended."""
-        self.patience.begin()
-        with Watchdog(self.options.stall, lambda: self.patience.heed(self.report(), self._standstill)) as watchdog:
-            while any(not self.activities[name].ended for name in names):
-                for name, (work, randomness) in self.workers.items():
-                    self._current = activity = self.activities[name]
-                    try:
-                        if not activity.ended:
-                            with randomness.active():
-                                advance(work, activity)
-                        watchdog.check()
-                    except Interruption:
-                        if name in names or not self.patience.hurried:
-                            raise
-                        log.warning("%s\nthe run ends without it", watchdog.forgive())
-                        activity.ended = True
-                self._current = None
-                moves = moves_of(self.activities, self.options.observers)
-                if not self.patience.look(moves, False, self._standstill):
-                    time.sleep(0.0005)
+    def turn(self, worker: Worker) -> bool:
+        """Advance a worker; one that does not come back is interrupted."""
+        host = worker.seat
+        try:
+            with self.randomness[worker.name].active():
+                moved = host.advance()
+            if self._watchdog is not None:
+                self._watchdog.check()
+        except Interruption:
+            if self._watchdog is None or (verdict := self._watchdog.forgive()) is None:
+                raise
+            raise verdict from None
+        worker.ended = host.activity.ended
+        return bool(moved)
 
-    def hurry(self) -> None:
-        """Take that the run was asked to end, so that nothing stuck may delay it for long."""
-        self.patience.hurry()
+    def guard(self, check: Callable[[], None]) -> Watchdog:
+        """Watch the thread from another."""
+        self._watchdog = Watchdog(self.stall, check)
+        return self._watchdog
 
-    def _standstill(self) -> str:
-        return "\n".join([*(activity.describe() for activity in self.activities.values()), stacks({})])
+    def stacks(self, worker: Worker) -> str:
+        """Where the threads of this process are."""
+        return stacks({})
 
-    def report(self) -> Mapping[str, Any]:
-        """What each worker has done with its time."""
-        return {name: activity.as_dict() for name, activity in self.activities.items()}
+    def poll(self, seconds: float) -> tuple[()]:
+        """Nothing is reported where everything is at hand."""
+        return ()
+
+    def call(self, service: str, method: str, args: Sequence[Any]) -> Any:
+        """Every service is in the head."""
+        raise ShoalError(f"there is no service {service!r}")
+
+    def stop(self, worker: Worker) -> None:
+        """A worker ends when it is closed."""
+
+    def end(self, worker: Worker, seconds: float) -> str:
+        """Close a worker, which runs its own clean-up."""
+        if worker.seat is not None:
+            worker.seat.work.close()
+        worker.seat = None
+        return "was closed"
 
     def close(self) -> None:
-        """End the workers; each runs its own clean-up."""
-        for work, _ in self.workers.values():
-            work.close()
-        self.workers.clear()
+        """Nothing else was started."""
 
 
 class Interruption(BaseException):

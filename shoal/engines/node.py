@@ -1,8 +1,8 @@
 """A node: a machine that hosts workers for a head elsewhere.
 
-Its workers are processes of this machine; the services they call stand in the head, and every call is passed on. A
-link may break and come back: calls wait for it, and one that was on its way is asked again under its number, which the
-head knows if it has heard it before.
+Its workers are processes of this machine; their calls are passed on to the head. A link may break and come back: calls
+wait for it, and one that was on its way is asked again under its number, which the head knows if it has heard it
+before. What a head orders is checked before anything is done about it.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from shoal.core import recipe
 from shoal.core.errors import Refused, ServiceLost, ShoalError, WorkerFailed
-from shoal.engines import orders
-from shoal.engines.driving import Local
+from shoal.core.rights import Rights
 from shoal.engines.once import Once
 from shoal.engines.options import Options
 from shoal.engines.processes import Processes
-from shoal.engines.relay import Relay, Relayed
-from shoal.engines.reports import LINE, TEXT
+from shoal.engines.supervisor import Supervisor
 from shoal.transport.greeting import Gate, keep_meeting
 from shoal.transport.nursery import Nursery
 from shoal.transport.session import Session
@@ -37,25 +39,136 @@ log = logging.getLogger("shoal")
 REPORT = 0.5  # seconds between reports to the head
 REASONS = 100  # for which heads did not want this node, that are logged
 PATIENCE = 120.0  # seconds without the head after which its workers are ended
+FRESH = 0.05  # seconds for which the newest weights here are taken for the newest there are
+LINE, TEXT = 2000, 100_000  # letters of what a worker is doing, and of why it failed
+
+
+class Made(TypedDict):
+    """A service to make in a worker's process."""
+
+    make: str
+    args: list[Any]
+    seed: int
+
+
+Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[ -~]+$")]  # it names memory and shows in logs
+Granted = dict[Name, list[Name] | None]  # service → methods that the worker may call; none: all public ones
+Wanted = tuple[str, list[Any], dict[Name, Made], Granted]
+Check = tuple[()] | tuple[Literal["shoal.topology:facts"], list[Any], dict[str, str]]
+Blocks = dict[Name, dict[str, np.ndarray]]
+FORMS: Mapping[str, Any] = {
+    "describe": tuple[()],
+    "hold": tuple[Name, dict[str, Any], Check, list[Name], dict[Name, Wanted], Blocks],
+    "turn": tuple[str, int],
+    "service": tuple[str, str, list[Any]],
+    "stacks": tuple[()],
+    "release": tuple[str],
+    "beat": tuple[()],
+    "refused": tuple[Annotated[str, Field(max_length=1000)]],
+}
+ARRAYS = ConfigDict(arbitrary_types_allowed=True)
+ARGUMENTS: Mapping[str, TypeAdapter[Any]] = {kind: TypeAdapter(form, config=ARRAYS) for kind, form in FORMS.items()}
+OPTIONS: TypeAdapter[Options] = TypeAdapter(Options)
+WORKERS, SERVICES = "shoal.workers.", "shoal.services."
+WRITERS = ("shoal.services.checkpoints:", "shoal.workers.recorder:")  # these write where a run's folder is: at the head
+TOLD = {
+    "seed",
+    "lockstep",
+    "restarts",
+    "deadline",
+    "stall",
+    "silence",
+    "restartable",
+    "relays",
+}  # options that a head may set
+
+
+def read_order(kind: str, args: list[Any]) -> list[Any]:
+    """The arguments of an order, if they have its form."""
+    if kind not in ARGUMENTS:
+        raise Refused(f"a node does not know {kind!r}")
+    try:
+        return [*ARGUMENTS[kind].validate_python(args)]
+    except ValidationError as error:
+        raise Refused(f"{kind} {_wrong(error)}") from None
+
+
+def inspect_work(workers: Mapping[str, Any], check: list[Any] | tuple[Any, ...], packages: tuple[str, ...]) -> None:
+    """Refuse work that is not made of what the packages hold; of Shoal itself, only its workers and its services."""
+    for path, args, made, _ in workers.values():
+        for part, inside in [(path, WORKERS), *((service["make"], SERVICES) for service in made.values())]:
+            recipe.inspect({"name": part}, packages)
+            further = tuple(f"{name}." for name in packages if name != "shoal")
+            ours = part.startswith("shoal.") and not part.startswith(further)
+            if ours and (part.startswith(WRITERS) or not part.startswith(inside)):
+                raise Refused(
+                    f"{part} may not be used on this machine: of Shoal itself, only {inside}* is for nodes, but not "
+                    f"{' or '.join(name.strip(':') for name in WRITERS)}"
+                )
+        recipe.inspect({"list": [*args, *(arg for service in made.values() for arg in service["args"])]}, packages)
+    if check:
+        recipe.inspect({"list": check[1]}, packages)
+
+
+def read_options(told: Mapping[str, Any], packages: tuple[str, ...]) -> Options:
+    """The options that a head tells, with what this node allows."""
+    if unknown := told.keys() - TOLD:
+        raise Refused(f"options that a node does not know: {', '.join(sorted(unknown))}")
+    try:
+        return replace(OPTIONS.validate_python(dict(told)), allow=packages)
+    except ValidationError as error:
+        raise Refused(f"option {_wrong(error)}") from None
+
+
+def _wrong(error: ValidationError) -> str:
+    """Where the first fault is, and what it is."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg'].lower()}"
+
+
+class Relay:
+    """The newest weights on this node: fetched from the head once, whoever asks first."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._newest: Any = None
+        self._looked = -FRESH
+        self._turn = threading.Lock()
+
+    def fetch(self, ask: Callable[[int], Any], newer_than: int) -> Any:
+        """The weights, unless the caller holds them; those of a codec depend on that, and are its own."""
+        with self._turn:
+            if time.monotonic() - self._looked >= FRESH:
+                found = ask(newer_than if self._newest is None else self._newest["version"])
+                if found is not None and "message" in found:
+                    return found
+                self._newest, self._looked = found or self._newest, time.monotonic()
+            newest = self._newest
+        return None if newest is None or newest["version"] == newer_than else newest
 
 
 class Forward:
-    """A stand-in for a service of the head, for one caller on this node."""
+    """Passes the calls of one worker's life on to the head, numbered so that one asked twice is answered once."""
 
-    def __init__(self, node: Node, channel: str, numbers: Any, service: str) -> None:
-        """Calls of one channel are numbered, so that one asked twice is answered once."""
-        self._node, self._channel, self._numbers, self._service = node, channel, numbers, service
+    def __init__(self, node: Node, worker: str) -> None:
+        """Begin a life."""
+        self._node, self._channel, self._numbers = node, f"{worker}-{secrets.token_hex(8)}", itertools.count()
 
-    def __getattr__(self, method: str) -> Callable[..., Any]:
-        """Find a method of the service."""
-        if method.startswith("_"):
-            raise AttributeError(method)
+    def answer(self, rights: Rights | None, caller: str, service: str, method: str, args: Sequence[Any]) -> Any:
+        """Pass a call on, if it is the worker's to make; weights may be at hand already."""
+        if rights is not None:
+            rights.check(service, method)
+        if not self.lasting(service, method):
+            return self._ask(service, method, args)
+        relay = self._node.relays.setdefault(service, Relay())
+        return relay.fetch(lambda version: self._ask(service, method, [version]), *args)
 
-        def call(*args: Any) -> Any:
-            return self._node.ask("call", self._channel, next(self._numbers), self._service, method, list(args))
+    def _ask(self, service: str, method: str, args: Sequence[Any]) -> Any:
+        return self._node.ask("call", self._channel, next(self._numbers), service, method, [*args])
 
-        self.__dict__[method] = call
-        return call
+    def lasting(self, service: str, method: str) -> bool:
+        """Whether weights are fetched, except under lockstep, where it matters who asks when."""
+        return method == "fetch" and service in self._node.options.relays and not self._node.options.lockstep
 
 
 class Node:
@@ -69,7 +182,7 @@ class Node:
         self.session: Session | None = None
         self.run = ""  # whose workers these are
         self.options = Options()
-        self.engine: Processes | None = None
+        self.engine: Supervisor | None = None
         self.failures: dict[str, str] = {}
         self.turns = Once()
         self.relays: dict[str, Relay] = {}
@@ -109,7 +222,7 @@ class Node:
 
     def answer(self, session: Session, kind: str, args: list[Any]) -> Any:
         """Do what the head says, if it makes sense."""
-        args = orders.read(kind, args)
+        args = read_order(kind, args)
         if kind == "describe":
             return {"slots": self.slots, "life": self.life, "busy": self._kept_for()}
         if kind == "refused":
@@ -141,11 +254,11 @@ class Node:
         blocks: Mapping[str, Any],
     ) -> None:
         """Have exactly these workers, as [path, arguments, services that live with it, rights] by name."""
-        orders.inspect(workers, check, self.packages)
+        inspect_work(workers, check, self.packages)
         if check and run != self.run:
             path, args, expected = check
             compare(recipe.find(path)(*(recipe.rebuild(arg, _no_service) for arg in args)), expected)
-        heard = orders.read_options(options, self.packages)
+        heard = read_options(options, self.packages)
         with self._change:
             self._adopt(session, run)
             if run != self.run:
@@ -155,27 +268,27 @@ class Node:
             session.silence = self.options.silence
             if self.engine is None:
                 nursery, self.nursery = self.nursery or Nursery(self.modules), None
-                self.engine = Processes(self.options, nursery, self._services)
-            self.engine.placed = {name: made for name, (_, _, made, _) in workers.items() if made}
-            homes = {service: name for name, made in self.engine.placed.items() for service in made}
-            self.engine.options = replace(self.options, homes=homes)
-            self.engine.local = {name: Local("", None, lambda: None) for name in services if name not in homes}
-            for name in [*self.engine.workers]:
-                if name not in workers:
-                    self.engine.drop(name)
-            if not workers:
-                self.relays.clear()
-            for name in [*self.engine.blocks]:
-                if name not in blocks:
-                    self.engine.blocks.pop(name).close()
-            for name, tree in blocks.items():
-                if name not in self.engine.blocks:
-                    self.engine.share(name, tree)
-            for name, (path, args, _, rights) in workers.items():
-                self.failures.pop(name, None)
-                if name not in self.engine.workers:
-                    self.engine.add(name, path, args, rights)
+                self.processes = Processes(self.options, nursery, lambda worker: Forward(self, worker))
+                self.engine = Supervisor(self.options, self.processes)
+            self._arrange(self.engine, workers, blocks)
         log.info("holds %s", ", ".join(workers) or "no workers")
+
+    def _arrange(self, engine: Supervisor, workers: Mapping[str, Any], blocks: Mapping[str, Any]) -> None:
+        """Drop what is not wanted any more, and start what is missing."""
+        engine.placed = {name: made for name, (_, _, made, _) in workers.items() if made}
+        self.processes.homes = {service: name for name, made in engine.placed.items() for service in made}
+        for name in [name for name in engine.workers if name not in workers]:
+            engine.drop(name)
+        if not workers:
+            self.relays.clear()
+        for name in [name for name in self.processes.blocks if name not in blocks]:
+            self.processes.blocks.pop(name).close()
+        for name in [name for name in blocks if name not in self.processes.blocks]:
+            engine.share(name, blocks[name])
+        for name, (path, args, _, rights) in workers.items():
+            self.failures.pop(name, None)
+            if name not in engine.workers:
+                engine.add(name, path, args, rights)
 
     def _kept_for(self) -> float:
         """Seconds for which this node still waits for a head that it has lost."""
@@ -200,29 +313,28 @@ class Node:
         if before is not None and before is not session:
             before.close("another link took its place")
 
-    def _services(self, caller: str) -> Mapping[str, Any]:
-        """Stand-ins of the head's services for one worker's life."""
-        assert self.engine is not None
-        channel, numbers = f"{caller}-{secrets.token_hex(8)}", itertools.count()
-        found: dict[str, Any] = {name: Forward(self, channel, numbers, name) for name in self.engine.local}
-        if not self.options.lockstep:  # where it matters who asks when
-            for name in self.options.relays & found.keys():
-                found[name] = Relayed(self.relays.setdefault(name, Relay()), found[name])
-        return found
+    def turn(self, name: str, number: int) -> Any:
+        """Let a worker take a turn under lockstep, and say whether it made progress and whether it has ended.
 
-    def turn(self, name: str, number: int) -> None:
-        """Let a worker take a turn under lockstep; one asked twice is taken once."""
+        One asked twice is taken once.
+        """
         engine = self.engine
         if engine is None or name not in engine.workers or not self.options.lockstep:
             raise Refused(f"{name} takes no turns on this node")
-        self.turns.ask(name, "", number, lambda: engine.turn(name))
+
+        def turn() -> list[bool]:
+            engine.turn(name)
+            worker = engine.workers[name]
+            return [bool(worker.turned), worker.ended]
+
+        return self.turns.ask(name, "", number, turn)
 
     def _call(self, service: str, method: str, args: list[Any]) -> Any:
         """Call a service that lives here."""
         engine = self.engine
-        if engine is None or service not in engine.options.homes or method.startswith("_"):
+        if engine is None or service not in self.processes.homes or method.startswith("_"):
             raise ShoalError(f"there is no {service}.{method} on this node")
-        return engine.call(service, method, args)
+        return self.processes.call(service, method, args)
 
     def release(self, run: str) -> None:
         """End the workers of a run, which is over."""

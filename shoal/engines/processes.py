@@ -1,143 +1,96 @@
 """The engine of one machine: every worker has a process; services live in a worker's process or in the head.
 
-The head starts each process with one control pipe and gives it a pipe to every process that holds services. All
-pipes are nameless, so when the head goes, however it goes, every child reads the end of its control pipe and ends.
+The head starts each process with one control pipe, and gives it a pipe to every process whose services it calls. All
+pipes are nameless, so when the head goes, however it goes, every child reads the end of its control pipe and exits.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import queue
 import selectors
 import signal
+import socket
+import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
-from shoal.core.errors import ServiceLost, ShoalError, Stalled, WireError
-from shoal.core.randomness import derive
-from shoal.core.recipe import describe, path_of, services_in
-from shoal.core.rights import Named, Rights, rights_of, with_services
-from shoal.core.types import Array, Work
-from shoal.engines.child import Remote, answer_calls
-from shoal.engines.driving import Activity, Bell, Local, Patience, drive
-from shoal.engines.memory import Block
+from shoal.core.caller import caller
+from shoal.core.errors import DeadlineExceeded, Refused, ServiceFailed, ServiceLost, ShoalError, WireError
+from shoal.core.recipe import allow, services_in
+from shoal.core.rights import Rights
+from shoal.core.types import Array
+from shoal.core.wire import shared_size
+from shoal.engines.host import BEAT, Bell, Host, stacks
+from shoal.engines.memory import Block, opened
 from shoal.engines.options import Options
-from shoal.engines.worker import Worker, plan_restart, recipe_of, seed_of
-from shoal.transport.nursery import STARTING, Nursery
-from shoal.transport.pipe import Pipe, Shelf
+from shoal.engines.standin import Call
+from shoal.engines.supervisor import GRACE, HEAD, Launcher, Worker
+from shoal.transport.nursery import Nursery
+from shoal.transport.pipe import LARGE, Pipe, Shelf
 
-HEAD = "head"
-CHILD = "shoal.engines.child"  # what a worker's process runs
-SILENT = "gave no sign of life"
-GRACE = 3.0  # seconds a process has to end by itself
+CHILD = "shoal.engines.processes"  # whose `main` a worker's process runs
+ORPHANED = 5.0  # seconds to end in order after the head has gone
+ASKED = 2.0  # seconds in which a process should say where its threads are
 
 
-class Processes:
-    """Workers are processes; a dead one is heard, reported and, where allowed, started again."""
+class Answers(Protocol):
+    """Who answers calls: a host, or whoever passes them on."""
+
+    def answer(self, rights: Rights | None, caller: str, service: str, method: str, args: Sequence[Any]) -> Any:
+        """Answer a call; without rights it is the head's, which has all."""
+        ...
+
+    def lasting(self, service: str, method: str) -> bool:
+        """Whether answers of a method never change once given."""
+        ...
+
+
+class Processes(Launcher):
+    """Starts workers as processes, hears them through their control pipes, and reaps them."""
 
     def __init__(
         self,
         options: Options,
         nursery: Nursery | None = None,
-        services: Callable[[str], Mapping[str, Any]] | None = None,
+        answering: Callable[[str], Answers] | None = None,
     ) -> None:
-        """Begin with nothing running, but for a nursery; `services` are those of the head as one caller sees them."""
-        self.options = options
-        self.patience = Patience(options.stall)
-        self.services = services or (lambda caller: self.local)
-        self._nursery = nursery or Nursery()
-        self.workers: dict[str, Worker] = {}
-        self.placed: dict[str, dict[str, Any]] = {}  # worker → services to make there
-        self.local: dict[str, Local] = {}
+        """Begin with nothing running but a nursery; `answering` gives who answers a worker instead of the head."""
+        self.homes, self.deadline = dict(options.homes), options.deadline
         self.blocks: dict[str, Block] = {}
-        self.restarts: dict[str, int] = {}
-        self.refused: dict[str, int] = {}  # calls to services here that were not the caller's to make
-        self._early: dict[str, list[Any]] = {}  # links for a process that is not there yet: socket, caller, its rights
-        self._observers: dict[str, tuple[threading.Thread, Activity]] = {}
-        self._threads: list[threading.Thread] = []
-        self._pipes: list[Pipe] = []  # the head's own, for calls into workers
-        self._spare: dict[str, list[Any]] = {}  # stand-ins by service that no call is using
+        self.controls: dict[str, Pipe] = {}
+        self._nursery, self._answering = nursery or Nursery(), answering
         self._selector = selectors.DefaultSelector()
-        self._stopped = threading.Event()
-        self._bell, self._shelf = Bell(), Shelf()
-        self._ready = threading.Event()
-        self._ready.set()
-        self._failure: BaseException | None = None
+        self._early: dict[str, list[Any]] = {}  # links for a process that is not there yet: socket, caller, rights
+        self._spare: dict[str, list[Pipe]] = {}  # the head's pipes into a process that no call is using
+        self._threads: list[threading.Thread] = []
+        self._shelf = Shelf()
+        self._late: list[tuple[str, Mapping[str, Any]]] = []  # reports that came while something else was asked
 
     @staticmethod
     def prepare(modules: tuple[str, ...]) -> Nursery:
         """Start loading modules for the workers, before anything else is known."""
         return Nursery(modules)
 
-    def serve(self, name: str, make: Callable[..., Any], *args: Any) -> Any:
-        """Make a service in the head, or have it made in the worker where it is placed."""
-        home = self.options.homes.get(name, HEAD)
-        if home == HEAD:
-            self.local[name] = Local(name, make(*args), lambda: None)
-            return self.local[name]
-        self.placed.setdefault(home, {})[name] = recipe_of(make, args, derive(self.options.seed, name))
-        return self.standin(name)
+    def open(self, head: Host) -> None:
+        """Take the head, whose services workers may call."""
+        self.head = head
 
-    def standin(self, name: str) -> Any:
-        """A new stand-in for a service, for one thread of the head."""
-        if name in self.local:
-            return self.local[name]
-        mine: list[Pipe] = []
-
-        def connect() -> Pipe:
-            for before in mine:  # which failed
-                before.close()
-                self._pipes.remove(before)
-            mine[:] = [self._call_into(self.options.homes[name])]
-            return mine[0]
-
-        return Remote(name, connect, Activity(HEAD))
-
-    def call(self, name: str, method: str, args: list[Any]) -> Any:
-        """Call a service from any thread; there are as many stand-ins, and pipes, as calls at a time."""
-        spare = self._spare.setdefault(name, [])
-        try:
-            standin = spare.pop()
-        except IndexError:
-            standin = self.standin(name)
-        try:
-            return getattr(standin, method)(*args)
-        finally:
-            spare.append(standin)
-
-    def share(self, name: str, tree: Mapping[str, Array]) -> Any:
+    def share(self, name: str, tree: Mapping[str, Array]) -> Block:
         """Copy arrays into memory that is handed to every worker which names it in its arguments."""
         self.blocks[name] = Block(name, tree)
         return self.blocks[name]
 
-    def run(self, name: str, work: Callable[..., Work], *args: Any) -> None:
-        """Start a worker in a process of its own; an observer in a thread of the head."""
-        if name in self.options.observers:
-            activity = Activity(name)
-            thread = threading.Thread(target=self._observe, args=(work(*args), activity), name=name, daemon=True)
-            self._observers[name] = thread, activity
-            thread.start()
-            return
-        self.add(name, path_of(work), [describe(arg) for arg in args], rights_of(work, args))
+    # Starting and ending.
 
-    def add(self, name: str, work: str, args: list[Any], rights: Named) -> None:
-        """Start a worker that is described by the path of its function, recipes of its arguments, and its rights."""
-        self.workers[name] = Worker(name, work, args, rights)
-        self._launch(self.workers[name])
-
-    def _observe(self, work: Work, activity: Activity) -> None:
-        try:
-            drive(work, activity, self._bell, self._stopped.is_set)
-        except BaseException as error:
-            self._failure = error
-        finally:
-            work.close()
-
-    def _launch(self, worker: Worker) -> None:
-        worker.control, end = Pipe.pair()
+    def start(self, worker: Worker, start: Mapping[str, Any]) -> None:
+        """Start a process, and hand it its pipes and its shared memory."""
+        control, end = Pipe.pair()
         try:
             worker.pid = self._nursery.start(worker.name, CHILD, end)
         except ServiceLost:
@@ -145,267 +98,301 @@ class Processes:
             self._nursery = Nursery(self._nursery.modules)
             worker.pid = self._nursery.start(worker.name, CHILD, end)
         end.close()
-        worker.heard = worker.started = time.monotonic()
-        worker.again_at, worker.ready, worker.ended, worker.failure = 0.0, False, False, ""
-        worker.line = f"{worker.name}: is starting"
-        homes = {name: self.options.homes.get(name, HEAD) for name in [*self.local, *self.options.homes]}
-        hosts = sorted(set(homes.values()) - {worker.name})
-        ends = [self._connect(host, worker.name) for host in hosts]
-        services = self.placed.get(worker.name, {})
-        given = [*worker.args, *(arg for recipe in services.values() for arg in recipe["args"])]
+        worker.seat = self.controls[worker.name] = control
+        homes = {service: self.homes.get(service, HEAD) for service in start["rights"] if service not in self.blocks}
+        hosts = sorted({*homes.values()} - {worker.name})
+        ends = [self._connect(host, Rights(worker.name, start["rights"], self.head.refused)) for host in hosts]
+        given = [*start["args"], *(arg for recipe in start["services"].values() for arg in recipe["args"])]
         wanted = {name for arg in given for name in services_in(arg)}
         blocks = [block for name, block in self.blocks.items() if name in wanted]
-        start = {
-            "name": worker.name,
-            "work": worker.work,
-            "args": worker.args,
-            "services": services,
-            "blocks": {block._service: block.layout for block in blocks},
-            "homes": homes,
-            "hosts": hosts,
-            "seed": seed_of(self.options, worker.name, self.restarts.get(worker.name, 0)),
-            "lockstep": self.options.lockstep,
-            "deadline": self.options.deadline,
-            "allow": None if self.options.allow is None else [*self.options.allow],
-        }
+        layouts = {block._service: block.layout for block in blocks}
         descriptors = [*(end.fileno() for end in ends), *(block.descriptor for block in blocks)]
-        worker.control.send(start, tuple(descriptors))
+        control.send({**start, "homes": homes, "hosts": hosts, "blocks": layouts}, tuple(descriptors))
         for end in ends:
             end.close()
         for link in self._early.pop(worker.name, []):
-            self._hand_over(worker, *link)
-        self._selector.register(worker.control.socket, selectors.EVENT_READ, worker)
+            self._hand_over(control, *link)
+        self._selector.register(control.socket, selectors.EVENT_READ, worker.name)
 
-    def _connect(self, host: str, caller: str) -> Any:
-        """Return a socket whose other end is answered by the host, as far as the caller has the right to."""
-        pipe, end = Pipe.pair()
-        named = None if caller == HEAD else with_services(self.workers[caller].rights, self.placed.get(caller, {}))
-        if host == HEAD:
-            rights = None if named is None else Rights(caller, named, self.refused)
-            thread = threading.Thread(
-                target=answer_calls,
-                args=(pipe, self.services(caller), self._ready, self._bell, self._shelf, rights),
-                name="calls",
-                daemon=True,
-            )
-            self._threads = [*(other for other in self._threads if other.is_alive()), thread]
-            thread.start()
-            return end
-        other = pipe.socket
-        if host in self.workers and self.workers[host].control is not None:
-            self._hand_over(self.workers[host], other, caller, named)
-        else:
-            self._early.setdefault(host, []).append((other, caller, named))
-        return end
+    def stop(self, worker: Worker) -> None:
+        """Ask a process to end."""
+        with suppress(ShoalError):
+            worker.seat.set_deadline(GRACE)
+            worker.seat.send(["stop"])
 
-    def _hand_over(self, worker: Worker, end: Any, caller: str, named: Named | None) -> None:
-        assert worker.control is not None
-        with suppress(ServiceLost):  # its death is noticed where deaths are noticed
-            worker.control.send(["link", caller, named], (end.fileno(),))
-        end.close()
-
-    def _call_into(self, host: str) -> Pipe:
-        pipe = Pipe(self._connect(host, HEAD))
-        pipe.set_deadline(self.options.deadline)
-        self._pipes.append(pipe)
-        return pipe
-
-    def wait(self, *names: str) -> None:
-        """Watch over the workers until the named ones have ended."""
-        self.patience.begin()
-        while any(not self.workers[name].ended for name in names):
-            if self.options.lockstep:
-                for name in [*self.workers]:
-                    self.turn(name)
-            else:
-                self.watch(0.05)
-            self.patience.heed(self.report(), self.standstill)
-            self.patience.look(self.moves(), self.starting(), self.standstill)
-
-    def hurry(self) -> None:
-        """Take that the run was asked to end, so that nothing stuck may delay it for long."""
-        self.patience.hurry()
-
-    def watch(self, seconds: float) -> None:
-        """Take in what the workers say for a while, and see to those that died."""
-        self._listen(seconds)
-        self._tend()
-
-    def _tend(self) -> None:
-        if self._failure:
-            raise self._failure
-        now = time.monotonic()
-        for worker in self.workers.values():
-            self._check(worker, now)
-
-    def moves(self) -> int:
-        """Units of work done so far, by all workers together."""
-        return sum(worker.activity.get("moves", 0) + worker.ended for worker in self.workers.values())
-
-    def starting(self) -> bool:
-        """Whether any worker is about to start."""
-        now = time.monotonic()
-        return any(self._starting(worker, now) for worker in [*self.workers.values()])
-
-    def _starting(self, worker: Worker, now: float) -> bool:
-        """Whether a worker is about to start or loads its libraries, within reason."""
-        return bool(worker.again_at) or (not worker.ready and now - worker.started < STARTING)
-
-    def turn(self, name: str) -> None:
-        """Let one worker take its turn under lockstep."""
-        worker = self.workers[name]
-        if not worker.ended and worker.control is not None:
-            self._ask(worker, "next", self.options.stall)
-        self._tend()
-
-    def _ask(self, worker: Worker, question: str, seconds: float) -> Any:
-        """Send a question down the control pipe and wait for its answer, or for the worker's end."""
-        assert worker.control is not None
-        worker.answer, limit = None, time.monotonic() + seconds
-        try:
-            worker.control.send([question])
-        except ServiceLost:
-            return None
-        while worker.answer is None and not worker.ended and not worker.failure:
-            if question == "next":  # as long as it gives signs of life, what these say counts
-                self.patience.heed({worker.name: worker.activity}, self.standstill)
-                limit = max(limit, worker.heard + seconds)
-            if time.monotonic() > limit:
-                if question == "next":
-                    raise Stalled(f"{worker.name} gave no sign of life for {seconds:g} s\n{self.standstill()}")
-                return None
-            self._listen(0.05)
-        return worker.answer
-
-    def _listen(self, seconds: float) -> None:
-        """Take in what the workers say."""
-        for key, _ in self._selector.select(seconds):
-            worker: Worker = key.data
-            assert worker.control is not None
-            self._hear(worker, worker.control)
-            while worker.control.pending and not worker.failure:
-                self._hear(worker, worker.control)
-
-    def _hear(self, worker: Worker, control: Pipe) -> None:
-        """Take in one message of a worker, or its end."""
-        try:
-            (kind, *rest), _ = control.receive()
-        except (ServiceLost, WireError):
-            self._selector.unregister(control.socket)
-            worker.failure = worker.failure or "died"
-            return
-        worker.heard = time.monotonic()
-        if kind == "beat":
-            worker.activity, worker.line = rest
-        elif kind == "failed":
-            worker.failure, worker.fatal = rest
-        elif kind == "ready":
-            worker.ready = True
-        elif kind == "ended":
-            worker.ended = True
-        else:
-            worker.answer = rest
-
-    def _check(self, worker: Worker, now: float) -> None:
-        """Notice that a worker died or fell silent, and start it again when its time has come."""
-        if worker.again_at:
-            if now >= worker.again_at:
-                self._launch(worker)
-            return
-        if not worker.failure and not worker.ended and now - worker.heard > self.options.silence:
-            worker.failure = f"{SILENT} for {self.options.silence:g} s\n{worker.line}"
-        if worker.failure:
-            self._failed(worker, now)
-
-    def _failed(self, worker: Worker, now: float) -> None:
-        code = self._end_process(worker, 1.0)
-        died = worker.failure == "died" or worker.failure.startswith(SILENT)
-        if worker.failure == "died":
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            worker.failure = f"{how}; {worker.line}"
-        plan_restart(worker, self.options, died, now)
-        self.restarts[worker.name] = self.restarts.get(worker.name, 0) + 1
-        if worker.name in self.placed:
-            self._renew(worker)
-
-    def _renew(self, host: Worker) -> None:
-        """Start everyone else again as well: their pipes to the services of the host are cut."""
-        for worker in self.workers.values():
-            if worker is not host and not worker.ended:
-                self._end_process(worker, 0.1)
-                self.restarts[worker.name] = self.restarts.get(worker.name, 0) + 1
-                worker.again_at = host.again_at
-
-    def standstill(self) -> str:
-        """Who stands where, with stacks, when nothing moves."""
-        lines: list[str] = []
-        parts: list[str] = []
-        for worker in self.workers.values():
-            answer = None if worker.ended else self._ask(worker, "stacks", 2.0)
-            lines.append(worker.line if answer else f"{worker.name}: does not answer; before: {worker.line}")
-            parts += answer or []
-        return "\n".join([*lines, *parts])
-
-    def report(self) -> Mapping[str, Any]:
-        """What each worker has done with its time, how often it was started again, and its calls that were refused."""
-        workers = [*self.workers.values()]  # which a node asks for while it starts more
-        refused = sum((Counter(worker.activity.get("refused", {})) for worker in workers), Counter(self.refused))
-        return {
-            worker.name: {
-                **{key: value for key, value in worker.activity.items() if key != "refused"},
-                "restarts": self.restarts.get(worker.name, 0),
-                "pid": worker.pid,
-                **({"refused": refused[worker.name]} if worker.name in refused else {}),
-            }
-            for worker in workers
-        }
-
-    def _end_process(self, worker: Worker, grace: float) -> int:
+    def end(self, worker: Worker, seconds: float) -> str:
         """Reap a process, by force if it does not end by itself, and everything it started."""
-        code = self._nursery.wait(worker.pid, grace)
+        if worker.seat is None:
+            return "was not there"
+        code = self._nursery.wait(worker.pid, seconds)
         if code is None:
             with suppress(ProcessLookupError):
                 os.kill(worker.pid, signal.SIGKILL)
             code = self._nursery.wait(worker.pid, GRACE)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(worker.pid, signal.SIGKILL)
-        if worker.control is not None:
-            if worker.control.socket.fileno() in self._selector.get_map():
-                self._selector.unregister(worker.control.socket)
-            worker.control.close()
-            worker.control = None
-        return -signal.SIGKILL if code is None else code
+        control = self.controls.pop(worker.name)
+        self._forget(control)
+        control.close()
+        worker.seat = None
+        for pipe in self._spare.pop(worker.name, []):
+            pipe.close()
+        if code is None or code < 0:
+            return f"was killed by {signal.Signals(-(code or -signal.SIGKILL)).name}"
+        return f"ended with exit code {code}"
 
-    def drop(self, name: str) -> None:
-        """End one worker and forget it."""
-        worker = self.workers.pop(name)
-        if worker.control is not None:
-            with suppress(ShoalError):
-                worker.control.send(["stop"])
-            self._end_process(worker, GRACE)
+    def _forget(self, control: Pipe) -> None:
+        if control.socket.fileno() in self._selector.get_map():
+            self._selector.unregister(control.socket)
 
     def close(self) -> None:
-        """End every process and thread, first by asking."""
-        self._stopped.set()
-        self._bell.ring()
-        for worker in self.workers.values():
-            if worker.control is not None:
-                try:
-                    worker.control.set_deadline(GRACE)
-                    worker.control.send(["stop"])
-                except ShoalError:
-                    pass
-        limit = time.monotonic() + GRACE
-        for worker in self.workers.values():
-            if worker.control is not None:
-                self._end_process(worker, max(limit - time.monotonic(), 0.01))
-        self.workers.clear()
-        for end in [*self._pipes, *(link[0] for links in self._early.values() for link in links)]:
-            end.close()
-        for thread in [*self._threads, *(thread for thread, _ in self._observers.values())]:
+        """End the threads that answer calls, and the nursery."""
+        for pipe in [pipe for pipes in self._spare.values() for pipe in pipes]:
+            pipe.close()
+        for link in [link for links in self._early.values() for link in links]:
+            link[0].close()
+        for thread in self._threads:
             thread.join(timeout=GRACE)
         for block in self.blocks.values():
             block.close()
         self.blocks.clear()
         self._selector.close()
         self._nursery.close()
+
+    # Calls.
+
+    def _connect(self, host: str, rights: Rights | None) -> socket.socket:
+        """A socket whose other end the host answers, as far as the caller may call; without rights it is the head."""
+        pipe, end = Pipe.pair()
+        if host == HEAD:
+            answers = self._answering(rights.caller) if self._answering and rights else self.head
+            args = (pipe, answers, rights, self.head.bell, self._shelf)
+            thread = threading.Thread(target=answer_calls, args=args, name="calls", daemon=True)
+            self._threads = [*(other for other in self._threads if other.is_alive()), thread]
+            thread.start()
+        elif host in self.controls:
+            self._hand_over(self.controls[host], pipe.socket, rights)
+        else:
+            self._early.setdefault(host, []).append((pipe.socket, rights))
+        return end
+
+    def _hand_over(self, control: Pipe, end: socket.socket, rights: Rights | None) -> None:
+        named = None if rights is None else [rights.caller, rights.named]
+        with suppress(ServiceLost):  # its death is noticed where deaths are noticed
+            control.send(["link", named], (end.fileno(),))
+        end.close()
+
+    def call(self, service: str, method: str, args: Sequence[Any]) -> Any:
+        """Call a service in a worker's process; there are as many pipes as calls at a time."""
+        host = self.homes.get(service, HEAD)
+        if host == HEAD:
+            raise ShoalError(f"there is no service {service!r}")
+        try:
+            pipe = self._spare.setdefault(host, []).pop()
+        except IndexError:
+            pipe = Pipe(self._connect(host, None))
+            pipe.set_deadline(self.deadline)
+        try:
+            return ask(pipe, service, method, args)
+        except (DeadlineExceeded, ServiceLost):
+            pipe.close()  # a late answer must not be taken for another
+            raise
+        finally:
+            if pipe.socket.fileno() >= 0:
+                self._spare.setdefault(host, []).append(pipe)
+
+    # Hearing.
+
+    def poll(self, seconds: float) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Take in what processes report, and the end of their pipes."""
+        late, self._late = self._late, []
+        yield from late
+        for key, _ in self._selector.select(seconds):
+            if (control := self.controls.get(key.data)) is not None:
+                yield key.data, self._hear(control)
+                while control.pending and control.socket.fileno() >= 0:
+                    yield key.data, self._hear(control)
+
+    def _hear(self, control: Pipe) -> Mapping[str, Any]:
+        try:
+            changes: Mapping[str, Any] = control.receive()[0]
+        except (ServiceLost, WireError):
+            self._forget(control)
+            return {"died": True}
+        return changes
+
+    def turn(self, worker: Worker) -> bool | None:
+        """Ask for a unit of work."""
+        with suppress(ServiceLost):  # its death is noticed where deaths are noticed
+            worker.seat.send(["turn"])
+        return None
+
+    def stacks(self, worker: Worker) -> str:
+        """Ask a process where its threads are."""
+        control = self.controls.get(worker.name)
+        limit, found = time.monotonic() + ASKED, ""
+        late: list[tuple[str, Mapping[str, Any]]] = []
+        with suppress(ServiceLost, WireError, DeadlineExceeded, AttributeError):
+            control.send(["stacks"])  # type: ignore[union-attr]
+            while not found and time.monotonic() < limit:
+                for name, changes in self.poll(0.05):
+                    found = changes.get("stacks", found) if name == worker.name else found
+                    late.append((name, {key: value for key, value in changes.items() if key != "stacks"}))
+        self._late += late
+        return found
+
+
+def ask(pipe: Pipe, service: str, method: str, args: Sequence[Any]) -> Any:
+    """Call a service through a pipe."""
+    pipe.send((service, method, args, caller()))
+    (went_well, value), _ = pipe.receive()
+    if not went_well:
+        raise ServiceFailed(value)
+    return value
+
+
+def answer_calls(pipe: Pipe, answers: Answers, rights: Rights | None, bell: Bell, shelf: Shelf) -> None:
+    """Answer one caller until it goes; a broken caller harms only itself."""
+    try:
+        while True:
+            (service, method, args, name), _ = pipe.receive(copy=False)
+            try:
+                value = answers.answer(rights, name, service, method, args)
+                if shared_size(value) >= LARGE and answers.lasting(service, method):
+                    pipe.send_kept(shelf.keep(value, (True, value)))
+                else:
+                    pipe.send((True, value))
+            except (ServiceFailed, Refused) as error:
+                pipe.send((False, str(error)))
+            except (ServiceLost, WireError):
+                raise
+            except Exception:
+                pipe.send((False, traceback.format_exc()))
+            else:
+                if value is True:  # something was stored, which the worker here may wait for
+                    bell.ring()
+            del args
+    except (ShoalError, OSError, ValueError, TypeError):
+        pass
+    finally:
+        pipe.close()
+
+
+class Child:
+    """A host in a process of its own, steered through its control pipe."""
+
+    def __init__(self, control: Pipe) -> None:
+        """Take the first message, which says what to be."""
+        self.control = control
+        self.start, descriptors = control.receive()
+        allow(self.start["allow"])
+        hosts, layouts = self.start["hosts"], self.start["blocks"]
+        sockets, memory = descriptors[: len(hosts)], descriptors[len(hosts) :]
+        self.pipes = {host: Pipe(socket.socket(fileno=fd)) for host, fd in zip(hosts, sockets, strict=True)}
+        for pipe in self.pipes.values():
+            pipe.set_deadline(self.start["deadline"])
+        name = self.start["name"]
+        self.host = host = Host(name, connect=self._connect)
+        host.rights = Rights(name, self.start["rights"], host.refused)
+        host.blocks = {name: opened(fd, layouts[name]) for name, fd in zip(layouts, memory, strict=True)}
+        self.shelf = Shelf()
+        self.turns: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._sending = threading.Lock()
+
+    def _connect(self, service: str) -> Call:
+        def call(method: str, args: Sequence[Any]) -> Any:
+            pipe = self.pipes[self.start["homes"][service]]
+            try:
+                return ask(pipe, service, method, args)
+            except DeadlineExceeded:
+                pipe.close()  # a late answer must not be taken for another
+                raise
+            except OSError as error:
+                raise ServiceLost(f"the other process has gone: {error}") from None
+
+        return call
+
+    def say(self, **changes: Any) -> None:
+        """Report to the head."""
+        with self._sending:
+            self.control.send(changes)
+
+    def listen(self) -> None:
+        """Do what the head says; the end of its pipe is an order to end."""
+        with suppress(ServiceLost, WireError):
+            while not self.host.stopped.is_set():
+                (order, *rest), descriptors = self.control.receive()
+                if order == "link":
+                    self._answer(rest[0], descriptors[0])
+                elif order == "turn":
+                    self.turns.put(True)
+                elif order == "stacks":
+                    names = {threading.main_thread().ident or 0: self.start["name"]}
+                    self.say(stacks=stacks(names), **self._state())
+                else:
+                    break
+        self._end()
+
+    def _answer(self, named: Any, descriptor: int) -> None:
+        rights = None if named is None else Rights(*named, self.host.refused)
+        args = (Pipe(socket.socket(fileno=descriptor)), self.host, rights, self.host.bell, self.shelf)
+        threading.Thread(target=answer_calls, args=args, name="calls", daemon=True).start()
+
+    def _end(self) -> None:
+        """End in order, or by force if that takes too long."""
+        self.host.stop()
+        self.turns.put(False)
+        time.sleep(ORPHANED)
+        os._exit(1)
+
+    def _state(self) -> dict[str, Any]:
+        state = self.host.state()
+        return {key: state[key] for key in ("report", "line")}
+
+    def beat(self) -> None:
+        """Give signs of life."""
+        with suppress(ShoalError):
+            while True:
+                self.say(**self._state())
+                if self.host.stopped.wait(BEAT):
+                    return
+
+    def run(self) -> None:
+        """Run the worker to its end, and serve until told to stop."""
+        host = self.host
+        for thread in (self.listen, self.beat):
+            threading.Thread(target=thread, name=thread.__name__, daemon=True).start()
+        host.begin(self.start)
+        assert host.work is not None
+        self.say(ready=True)
+        try:
+            if self.start["lockstep"]:
+                while not host.activity.ended and self.turns.get():
+                    if (moved := host.advance()) is not None:
+                        self.say(turned=moved)
+            else:
+                host.drive()
+        finally:
+            host.work.close()
+        if host.activity.ended:
+            self.say(ended=True, **self._state())
+        host.stopped.wait()
+
+
+def main(descriptor: int) -> None:
+    """Be the worker that the head describes."""
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    child = Child(Pipe(socket.socket(fileno=descriptor)))
+    code = 0
+    try:
+        child.run()
+    except BaseException as error:
+        code = 1
+        child.host.failed(error)
+        with suppress(ShoalError):
+            child.say(**child.host.state())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # no finaliser of a library may delay the end

@@ -1,252 +1,226 @@
-"""The engine of those who outgrow one machine: every worker is a Ray actor, services live in a worker's or the head's.
+"""The engine of a Ray cluster: every worker is an actor; services live in a worker's actor or in one beside the head.
 
-Actors do not call the program that started them, so the services of the head live in an actor beside it, on the same
-machine. Each worker's actor is watched by one question that waits there for news. What died is started again by us and
-not by Ray, so that seeds, reports and the time between are those of every engine.
+Actors do not call the program that started them, so the services of the head live in an actor on the same machine.
+Each actor is watched by one question that waits there for news. What died is restarted by the supervisor and not by
+Ray, so that seeds, reports and the time between are those of every engine. Ray pickles what it carries, but is given
+wire values only: workers and services are named by import path.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
+import signal
+import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from shoal.core.errors import ServiceLost, ShoalError, Stalled
-from shoal.core.randomness import derive
-from shoal.core.recipe import describe, path_of, services_in
-from shoal.core.rights import rights_of, with_services
-from shoal.core.types import Array, Work
-from shoal.engines.driving import Activity, Bell, Patience, drive
-from shoal.engines.hosting import CALLS, Hosted, host_class
-from shoal.engines.memory import Block
+import numpy as np
+
+from shoal.core.caller import caller
+from shoal.core.errors import (
+    DeadlineExceeded,
+    ServiceFailed,
+    ServiceLost,
+    SettingsError,
+    ShoalError,
+    Stalled,
+    WireError,
+)
+from shoal.core.recipe import allow, describe, path_of, rebuild, services_in
+from shoal.core.rights import Rights
+from shoal.core.types import Array
+from shoal.core.wire import TYPES, shared_size
+from shoal.engines.host import BEAT, Host, find_service, stacks
+from shoal.engines.memory import Block, Layout, opened
 from shoal.engines.options import Options, Room
-from shoal.engines.processes import GRACE, HEAD, SILENT
-from shoal.engines.rooming import check_room, connect, request
-from shoal.engines.worker import Worker, plan_restart, recipe_of, seed_of
-from shoal.transport.nursery import STARTING
+from shoal.engines.standin import Call
+from shoal.engines.supervisor import HEAD, STARTING, Launcher, Worker
 
-LOOK = 0.05  # seconds between looks at the workers
-MOURNING = 2.0  # seconds in which the death of a host is heard, after someone has lost a service
-PATIENCE = 10.0  # seconds in which Ray should find room for a worker that is started again
-
+THREADS = {"work": 1, "control": 2}  # of an actor, beside those that answer calls
+GROUPS = {"work": ("begin", "turn", "finish"), "control": ("beat", "stacks", "stop")}  # which methods they run
+CALLS = 8  # threads that answer calls, since a service may be busy while others are not
+LOOK = 0.02  # seconds between looks for an actor that is not there yet
+INLINE = 100 << 10  # bytes up to which Ray sends an answer along with its message
+VALUE, RAISED, KEPT = 0, 1, 2  # what an answer is
+ROOM = 10.0  # seconds in which Ray should find room for a worker that is restarted
+PLENTY = 1024  # CPUs of a Ray of our own: as on other engines, the machine's cores are shared by all who want them
+TOKEN = "if it wants a token, set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH as on its machines"
 log = logging.getLogger("shoal")
 
 
-@dataclass
-class Guest(Worker):
-    """A worker as the head sees it, in its actor."""
-
-    handle: Any = None  # of its Ray actor
-    beat: Any = None  # the question that waits for news
-    number: int = 0  # of news heard
-    node: str = ""  # the machine
-    bereft: bool = False  # whether it failed by the loss of a service
-    cramped: bool = False  # whether it does without CPUs of its own
-
-
-class Ray:
-    """Workers are actors anywhere in a Ray cluster; a dead one is reported and, where allowed, started again."""
+class Ray(Launcher):
+    """Starts workers as actors anywhere in a Ray cluster."""
 
     def __init__(self, options: Options) -> None:
-        """Connect to a cluster or start one, and begin with nothing running but the head's actor."""
+        """Connect to a cluster or start one, and begin with the head's actor alone."""
         self.options, self.room = options, options.room or Room()
-        self.patience = Patience(options.stall)
         self.ray, self.mine = connect(self.room.address)
         self.run_name = secrets.token_hex(4)
-        self.workers: dict[str, Guest] = {}
-        self.placed: dict[str, dict[str, Any]] = {}  # worker → services to make there
-        self.homes: dict[str, str] = {}  # service → worker or head
         self.blocks: dict[str, Block] = {}
-        self.restarts: dict[str, int] = {}
+        self.waiting: dict[str, tuple[Worker, dict[str, Any]]] = {}  # to be started together, so that all find room
+        self.started: dict[str, tuple[Worker, dict[str, Any]]] = {}
+        self.lives: dict[str, int] = {}
+        self.handles: dict[str, Any] = {}
+        self.asked: dict[Any, tuple[str, str]] = {}  # questions that wait for an answer: of whom, and what
+        self.cramped: set[str] = set()  # workers that do without CPUs of their own
+        self.nodes: dict[str, str] = {}
         self.group: Any = None  # the placement group of those that may live anywhere
         self.bundles: dict[str, int] = {}
-        self._observers: list[threading.Thread] = []
-        self._starting = threading.Lock()
-        self._stopped = threading.Event()
-        self._bell = Bell()
-        self._failure: BaseException | None = None
-        self.head = Guest(HEAD, "", [])
+        self._starting = threading.RLock()
         try:
             context = self.ray.get_runtime_context()
             self.node, self.namespace = context.get_node_id(), context.namespace
-            self.host_class = host_class(self.ray)
-            self._launch(self.head)
+            self.actor = actor_class(self.ray)
+            start = {"name": HEAD, "work": "", "args": [], "services": {}, "rights": None, "lockstep": False}
+            self._launch(HEAD, start | {"deadline": options.deadline, "allow": options.allow and [*options.allow]})
         except BaseException:
             self.close()
             raise
 
-    # What a program says.
+    def open(self, head: Host) -> None:
+        """The head itself answers no calls."""
 
-    def serve(self, name: str, make: Callable[..., Any], *args: Any) -> Any:
-        """Make a service in the head's actor, or have it made in that of the worker where it is placed."""
-        self.homes[name] = home = self.options.homes.get(name, HEAD)
-        recipe = recipe_of(make, args, derive(self.options.seed, name))
-        if home == HEAD:
-            self._map_blocks(self.head, recipe["args"])
-            if problem := self._get(self.head.handle.serve.remote(name, recipe), STARTING):
-                raise ShoalError(f"service {name} could not be made:\n{problem}")
-        else:
-            self.placed.setdefault(home, {})[name] = recipe
-        return self.standin(name)
+    def serve(self, name: str, make: Callable[..., Any], args: Sequence[Any], seed: int) -> bool:
+        """Make a service in the head's actor."""
+        recipe = {"make": path_of(make), "args": [describe(arg) for arg in args], "seed": seed}
+        self._map_blocks(HEAD, recipe["args"])
+        if problem := self._get(self.handles[HEAD].serve.remote(name, recipe), STARTING):
+            raise ShoalError(f"service {name} could not be made:\n{problem}")
+        return True
 
-    def standin(self, name: str) -> Any:
-        """A stand-in for a service, for the head."""
-        return Hosted(name, lambda: self._host(self.homes[name]), Activity(HEAD), self.options.deadline)
-
-    def share(self, name: str, tree: Mapping[str, Array]) -> Any:
+    def share(self, name: str, tree: Mapping[str, Array]) -> Block:
         """Copy arrays into memory that is handed to every worker which names it, all of them on this machine."""
         self.blocks[name] = Block(name, tree)
         return self.blocks[name]
 
-    def run(self, name: str, work: Callable[..., Work], *args: Any) -> None:
-        """Take a worker, to start with all others as soon as any is needed; an observer in a thread of the head."""
-        if name in self.options.observers:
-            thread = threading.Thread(target=self._observe, args=(work(*args), Activity(name)), name=name, daemon=True)
-            self._observers.append(thread)
-            thread.start()
-            return
+    # Starting and ending.
+
+    def start(self, worker: Worker, start: Mapping[str, Any]) -> None:
+        """Note a worker, to start with all others as soon as any is needed."""
         with self._starting:
-            self.workers[name] = Guest(name, path_of(work), [describe(arg) for arg in args], rights_of(work, args))
-
-    def _observe(self, work: Work, activity: Activity) -> None:
-        try:
-            drive(work, activity, self._bell, self._stopped.is_set)
-        except BaseException as error:
-            self._failure = error
-        finally:
-            with suppress(ShoalError):
-                work.close()
-
-    def watch(self, seconds: float) -> None:
-        """Start what has not been started, take in what the workers say for a while, and see to those that died."""
-        self._start_all()
-        self._listen(seconds)
-        self._tend()
-
-    def wait(self, *names: str) -> None:
-        """Watch over the workers until the named ones have ended."""
-        self._start_all()
-        self.patience.begin()
-        while any(not self.workers[name].ended for name in names):
-            if self.options.lockstep:
-                for worker in [*self.workers.values()]:
-                    self._turn(worker)
-            self.watch(0.0 if self.options.lockstep else LOOK)
-            now, moves = time.monotonic(), sum(w.activity.get("moves", 0) + w.ended for w in self.workers.values())
-            begins = any(self._begins(worker, now) for worker in self.workers.values())
-            self.patience.heed(self.report(), self._standstill)
-            self.patience.look(moves, begins, self._standstill)
-
-    def hurry(self) -> None:
-        """Take that the run was asked to end, so that nothing stuck may delay it for long."""
-        self.patience.hurry()
-
-    def _begins(self, worker: Guest, now: float) -> bool:
-        """Whether a worker is about to start or loads its libraries, within reason."""
-        return bool(worker.again_at) or (not worker.ready and now - worker.started < STARTING)
-
-    # Starting.
+            worker.seat, worker.pid = worker.name, 0
+            self.lives[worker.name] = worker.lives
+            self.waiting[worker.name] = worker, dict(start)
 
     def _start_all(self) -> None:
         """Find room for the workers that have none yet, and start them."""
         with self._starting:
-            new = [worker for worker in self.workers.values() if not worker.started]
-            if not new:
-                return
-            free = [worker.name for worker in new if not self._stays(worker)]
-            wanted = {worker.name: request(self.room, worker.name) for worker in new}
-            check_room(self.ray, wanted, len(free) if self.room.placement == "STRICT_SPREAD" else 0)
-            if free and self.group is None:
-                self.bundles = {name: index for index, name in enumerate(free)}
-                self.group = self.ray.util.placement_group([wanted[name] for name in free], self.room.placement)
-                if not self.group.wait(self.options.stall):
-                    raise Stalled(
-                        f"Ray found no room for {', '.join(free)} in {self.options.stall:g} s, placed by "
-                        f"{self.room.placement}: of {self.ray.cluster_resources()} there were free "
-                        f"{self.ray.available_resources()}"
-                    )
-            for worker in new:
-                self._launch(worker)
+            waiting, self.waiting = self.waiting, {}
+            if first := {name: start for name, (worker, start) in waiting.items() if not worker.lives}:
+                self._find_room(first)
+            for name, (_, start) in waiting.items():
+                self._launch(name, start)
+                self.handles[name].begin.remote()
+            self.started |= waiting
 
-    def _stays(self, worker: Guest) -> bool:
+    def _find_room(self, starts: Mapping[str, Mapping[str, Any]]) -> None:
+        free = [name for name, start in starts.items() if not self._stays(start)]
+        wanted = {name: request(self.room, name) for name in starts}
+        check_room(self.ray, wanted, len(free) if self.room.placement == "STRICT_SPREAD" else 0)
+        if free and self.group is None:
+            self.bundles = {name: index for index, name in enumerate(free)}
+            self.group = self.ray.util.placement_group([wanted[name] for name in free], self.room.placement)
+            if not self.group.wait(self.options.stall):
+                raise Stalled(
+                    f"Ray found no room for {', '.join(free)} in {self.options.stall:g} s, placed by "
+                    f"{self.room.placement}: of {self.ray.cluster_resources()} there were free "
+                    f"{self.ray.available_resources()}"
+                )
+
+    def _stays(self, start: Mapping[str, Any]) -> bool:
         """Whether a worker has to live on this machine: for its services' folder, or for shared memory."""
-        return (worker.name in self.placed and not self.room.roam) or bool(self._named_blocks(worker))
+        return bool(start["services"] and not self.room.roam) or bool(self._blocks_in(_given(start)))
 
-    def _given(self, worker: Guest) -> list[Any]:
-        """The descriptions of all arguments of a worker and of its services."""
-        return [*worker.args, *(arg for recipe in self.placed.get(worker.name, {}).values() for arg in recipe["args"])]
-
-    def _named_blocks(self, worker: Guest) -> set[str]:
-        return {name for arg in self._given(worker) for name in services_in(arg) if name in self.blocks}
+    def _blocks_in(self, args: Sequence[Any]) -> set[str]:
+        return {name for arg in args for name in services_in(arg) if name in self.blocks}
 
     def _ray_name(self, worker: str) -> str:
-        return f"{self.run_name}/{worker}/{self.restarts.get(worker, 0)}"
+        return f"{self.run_name}/{worker}/{self.lives.get(worker, 0)}"
 
-    def _launch(self, worker: Guest) -> None:
+    def _launch(self, name: str, start: Mapping[str, Any]) -> None:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
         where: Any = "SPREAD"
-        if worker.name in self.bundles and not worker.cramped:
-            where = PlacementGroupSchedulingStrategy(self.group, self.bundles[worker.name])
-        elif worker is self.head or self._stays(worker):
+        if name in self.bundles and name not in self.cramped:
+            where = PlacementGroupSchedulingStrategy(self.group, self.bundles[name])
+        elif name == HEAD or self._stays(start):
             where = NodeAffinitySchedulingStrategy(self.node, soft=False)
-        asked = {} if worker is self.head else request(self.room, worker.name)
-        services = self.placed.get(worker.name, {})
-        start = {
-            "name": worker.name,
-            "work": worker.work,
-            "args": worker.args,
-            "services": services,
-            "rights": None if worker is self.head else with_services(worker.rights, services),
-            "actors": {name: self._ray_name(home) for name, home in {**self.homes, **self.options.homes}.items()},
-            "namespace": self.namespace,
-            "seed": seed_of(self.options, worker.name, self.restarts.get(worker.name, 0)),
-            "lockstep": self.options.lockstep,
-            "deadline": self.options.deadline,
-            "allow": None if self.options.allow is None else [*self.options.allow],
-        }
-        worker.handle = self.host_class.options(
-            name=self._ray_name(worker.name),
-            num_cpus=asked.pop("CPU", 0) * (not worker.cramped),
+        asked = {} if name == HEAD else request(self.room, name)
+        homes = {service: self.options.homes.get(service, HEAD) for service in start["rights"] or ()}
+        actors = {service: self._ray_name(home) for service, home in homes.items()}
+        self.handles[name] = self.actor.options(
+            name=self._ray_name(name),
+            num_cpus=asked.pop("CPU", 0) * (name not in self.cramped),
             num_gpus=asked.pop("GPU", 0),
             resources=asked,
             max_concurrency=CALLS,
             scheduling_strategy=where,
-        ).remote(start)
-        worker.heard = worker.started = time.monotonic()
-        worker.again_at, worker.ready, worker.ended, worker.failure = 0.0, False, False, ""
-        worker.line, worker.number, worker.bereft = f"{worker.name}: is starting", 0, False
-        self._map_blocks(worker, self._given(worker))
-        if worker is not self.head:
-            worker.handle.begin.remote()
-        self._watch(worker)
+        ).remote({**start, "actors": actors, "namespace": self.namespace})
+        self._map_blocks(name, _given(start))
+        self._ask(name, "beat", 0)
 
-    def _map_blocks(self, worker: Guest, args: list[Any]) -> None:
+    def _map_blocks(self, name: str, args: Sequence[Any]) -> None:
         """Have an actor of this machine map the shared memory that these arguments name."""
-        for name in {name for arg in args for name in services_in(arg) if name in self.blocks}:
-            path, layout = f"/proc/{os.getpid()}/fd/{self.blocks[name].descriptor}", self.blocks[name].layout
-            self._get(worker.handle.map_block.remote(name, path, layout), STARTING)
+        for block in self._blocks_in(args):
+            path, layout = f"/proc/{os.getpid()}/fd/{self.blocks[block].descriptor}", self.blocks[block].layout
+            self._get(self.handles[name].map_block.remote(block, path, layout), STARTING)
 
-    def _watch(self, worker: Guest) -> None:
-        worker.beat = worker.handle.beat.remote(worker.number)
+    def stop(self, worker: Worker) -> None:
+        """Ask an actor to end its worker, and to close it."""
+        if (handle := self.handles.get(worker.name)) is not None:
+            handle.stop.remote()
+            worker.seat = handle.finish.remote() if worker.pid else worker.name
 
-    def _host(self, name: str) -> Any:
-        """The actor that holds services, for the head."""
-        if name == HEAD:
-            return self.head.handle
-        limit = time.monotonic() + self.options.deadline
-        while name not in self.workers or self.workers[name].again_at:
-            if time.monotonic() > limit:
-                raise ServiceLost(f"there was no {name} for {self.options.deadline:g} s")
-            time.sleep(LOOK)
+    def end(self, worker: Worker, seconds: float) -> str:
+        """End an actor, by force."""
+        self.waiting.pop(worker.name, None)
+        if worker.seat not in (None, worker.name):
+            self.ray.wait([worker.seat], timeout=seconds)
+        worker.seat, worker.pid = None, 0
+        return self._kill(worker.name)
+
+    def _kill(self, name: str) -> str:
+        self.asked = {question: of for question, of in self.asked.items() if of[0] != name}
+        if (handle := self.handles.pop(name, None)) is not None:
+            with suppress(self.ray.exceptions.RayError, ValueError):
+                self.ray.kill(handle)
+        return "died"
+
+    def close(self) -> None:
+        """End the head's actor, and Ray itself if it was started or joined here."""
+        for name in [*self.handles]:
+            self._kill(name)
+        for block in self.blocks.values():
+            block.close()
+        self.blocks.clear()
+        if self.group is not None:
+            with suppress(Exception):  # Ray may be gone already
+                self.ray.util.remove_placement_group(self.group)
+            self.group = None
+        if self.mine:
+            self.ray.shutdown()
+            self.mine = False
+
+    # Calls.
+
+    def call(self, service: str, method: str, args: Sequence[Any]) -> Any:
+        """Call a service in an actor, for the head."""
+        home, limit = self.options.homes.get(service, HEAD), time.monotonic() + self.options.deadline
         self._start_all()
-        return self.workers[name].handle
+        while (handle := self.handles.get(home)) is None:
+            if time.monotonic() > limit:
+                raise ServiceLost(f"there was no {home} for {self.options.deadline:g} s")
+            time.sleep(LOOK)
+            self._start_all()
+        return ask(handle, service, method, args, self.options.deadline)
 
     def _get(self, reference: Any, seconds: float) -> Any:
         """What an actor answers, or why it does not."""
@@ -255,144 +229,362 @@ class Ray:
         except self.ray.exceptions.RayError as error:
             raise ServiceLost(_cause(error)) from None
 
-    # Watching.
+    # Hearing.
 
-    def _listen(self, seconds: float) -> None:
-        """Take in what the actors say."""
-        watched = {worker.beat: worker for worker in [self.head, *self.workers.values()] if worker.beat is not None}
-        ready, _ = self.ray.wait([*watched], timeout=seconds)
+    def _ask(self, name: str, question: str, *args: Any) -> None:
+        self.asked[getattr(self.handles[name], question).remote(*args)] = name, question
+
+    def poll(self, seconds: float) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Take in what the actors report."""
+        self._start_all()
+        ready, _ = self.ray.wait([*self.asked], timeout=seconds)
         if ready:
-            ready, _ = self.ray.wait([*watched], num_returns=len(watched), timeout=0)
+            ready, _ = self.ray.wait([*self.asked], num_returns=len(self.asked), timeout=0)
         for reference in ready:
-            self._hear(watched[reference], reference)
+            if reference in self.asked:
+                name, question = self.asked.pop(reference)
+                yield name, self._hear(name, question, reference)
+        self._squeeze_in()
 
-    def _hear(self, worker: Guest, reference: Any) -> None:
+    def _hear(self, name: str, question: str, reference: Any) -> Mapping[str, Any]:
         """Take in one answer of an actor, or its end."""
-        beat = reference is worker.beat
-        worker.beat = None if beat else worker.beat
         try:
-            state = self.ray.get(reference, timeout=self.options.stall)
+            state: dict[str, Any] = self.ray.get(reference, timeout=self.options.stall)
         except self.ray.exceptions.GetTimeoutError:
-            raise Stalled(f"{worker.name} gave no answer\n{self._standstill()}") from None
+            raise Stalled(f"{name} gave no answer") from None
         except self.ray.exceptions.RayError as error:
-            worker.failure, worker.fatal = f"died: {_cause(error)}; {worker.line}", False
+            if name == HEAD:
+                raise ServiceLost(f"the head's actor died: {_cause(error)}") from None
+            return {"died": True, "away": True, "failure": f"died: {_cause(error)}"}
+        number, self.nodes[name] = state.pop("number"), state.pop("node")
+        several = len({*self.nodes.values()}) > 1
+        if question == "beat" and not state["failure"]:
+            self._ask(name, "beat", number)
+        turned = {"turned": state.pop("turned")} if question == "turn" else {}
+        state.pop("turned", None)
+        return {**state, **turned, "node": self.nodes[name] if several else "", "away": False}
+
+    def _squeeze_in(self) -> None:
+        """Let workers that were restarted share the CPUs of others, if their own went with a machine."""
+        for name, (worker, start) in self.started.items():
+            late = worker.lives and not worker.pid and time.monotonic() - worker.started > ROOM
+            if late and name in self.handles and name not in self.cramped:
+                log.warning("%s found no room in %g s: it shares the CPUs of others", name, ROOM)
+                self._kill(name)
+                self.cramped.add(name)
+                self._launch(name, start)
+                self.handles[name].begin.remote()
+
+    def turn(self, worker: Worker) -> None:
+        """Ask for a unit of work."""
+        self._start_all()
+        self._ask(worker.name, "turn")
+
+    def stacks(self, worker: Worker) -> str:
+        """Ask an actor where its threads are."""
+        found = ""
+        with suppress(ServiceLost, KeyError):
+            found = self._get(self.handles[worker.name].stacks.remote(), 2.0)
+        return found
+
+
+class Actor:
+    """A host inside a Ray actor, steered by the head through calls in groups of threads."""
+
+    def __init__(self, start: Mapping[str, Any]) -> None:
+        """Take what to be; nothing is made yet, so that the head hears what goes wrong."""
+        import ray
+
+        self.start, self.host = start, Host(start["name"], connect=self._connect)
+        if start["rights"] is None:
+            self.host.ready.set()
+        else:
+            # Checked by the caller and not where calls are answered: whoever takes part in a Ray cluster can run code
+            # anywhere in it, so that this finds mistakes and no attackers.
+            self.host.rights = Rights(start["name"], start["rights"], self.host.refused)
+        self.thread: int | None = None  # the worker's
+        self.news = threading.Condition()
+        self.number = 0  # of news so far
+        self._keeping = threading.Lock()
+        self._kept: dict[str, tuple[Any, list[Any]]] = {}  # the last large answer of a method, and its reference
+        self.node = f"{ray.util.get_node_ip_address()}/{ray.get_runtime_context().get_node_id()[:6]}"
+        if start["allow"] is not None:
+            allow(start["allow"])
+
+    def begin(self) -> None:
+        """Make the services, then the worker, and run it to its end unless it takes turns."""
+        if self.thread is not None:
             return
-        worker.heard = time.monotonic()
-        worker.activity, worker.line, worker.ready = state["activity"], state["line"], state["ready"]
-        worker.ended, worker.pid, worker.node = state["ended"], state["pid"], state["node"]
-        worker.failure, worker.fatal, worker.number = state["failure"], state["fatal"], state["number"]
-        worker.bereft = state["bereft"]
-        if beat and not worker.failure:
-            self._watch(worker)
+        self.thread = threading.get_ident()
+        with self._failures_kept():
+            self.host.begin(self.start)
+            self.tell()
+            if not self.start["lockstep"]:
+                self.host.drive()
+                self.finish()
 
-    def _turn(self, worker: Guest) -> None:
-        """Let one worker take its turn under lockstep."""
-        if not worker.ended and not worker.again_at:
-            asked = worker.handle.turn.remote()
-            while not self.ray.wait([asked], timeout=LOOK)[0]:
-                self._listen(0.0)
-                self.patience.heed({worker.name: worker.activity}, self._standstill)
-            self._hear(worker, asked)
+    def turn(self) -> dict[str, Any]:
+        """Take one unit of work, and say how things stand."""
+        self.begin()  # Ray keeps no order among the calls of a caller
+        host, moved = self.host, False
+        if host.work is not None and not (host.failure or host.stopped.is_set() or host.activity.ended):
+            with self._failures_kept():
+                moved = bool(host.advance())
+        return {**self.state(), "turned": moved}
 
-    def _tend(self) -> None:
-        """See to those that died or fell silent, and start them again when their time has come."""
-        if self._failure:
-            raise self._failure
-        now = time.monotonic()
-        for worker in [self.head, *self.workers.values()]:
-            if worker.again_at and now >= worker.again_at:
-                self._launch(worker)
-            elif not (worker.pid or worker.again_at or worker.cramped) and now - worker.started > PATIENCE:
-                self._squeeze_in(worker)
-            silent = worker.pid and not worker.ended and now - worker.heard > self.options.silence
-            if silent and not worker.failure and not worker.again_at:
-                worker.failure = f"{SILENT} for {self.options.silence:g} s\n{worker.line}"
-            early = worker.bereft and now - worker.heard < MOURNING
-            if worker.failure and not (worker.again_at or early):
-                self._failed(worker, now)
+    @contextmanager
+    def _failures_kept(self) -> Iterator[None]:
+        """Turn what a worker raises, or its end, into news for the head."""
+        try:
+            yield
+        except (Exception, ShoalError) as error:
+            self.host.failed(error)
+        if self.host.failure or self.host.activity.ended:
+            self.tell()
 
-    def _squeeze_in(self, worker: Guest) -> None:
-        """Let a worker that was started again share the CPUs of others, if its own went with a machine."""
-        if not self.restarts.get(worker.name):
-            return  # at first there was room for all, and a slow machine may take its time
-        log.warning("%s found no room in %g s: it shares the CPUs of others", worker.name, PATIENCE)
-        self._end(worker)
-        worker.cramped = True
-        self._launch(worker)
+    def finish(self) -> None:
+        """Close the worker, which has been told to stop."""
+        if self.host.work is not None:
+            self.host.work.close()
 
-    def _failed(self, worker: Guest, now: float) -> None:
-        self._end(worker)
-        plan_restart(worker, self.options, _died(worker), now)
-        self.restarts[worker.name] = self.restarts.get(worker.name, 0) + 1
-        if worker.name in self.placed:  # everyone else has lost its services
-            for other in self.workers.values():
-                if other is not worker and not other.ended:
-                    self._end(other)
-                    self.restarts[other.name] = self.restarts.get(other.name, 0) + 1
-                    other.again_at = worker.again_at
+    def serve(self, name: str, recipe: Mapping[str, Any]) -> str:
+        """Make one more service; the answer is what went wrong."""
+        try:
+            args = [rebuild(arg, self.host.standin) for arg in recipe["args"]]
+            self.host.serve(name, find_service(recipe["make"]), args, recipe["seed"])
+        except Exception:
+            return traceback.format_exc()
+        return ""
 
-    def _end(self, worker: Guest) -> None:
-        """End an actor by force."""
-        if worker.handle is not None:
-            with suppress(self.ray.exceptions.RayError, ValueError):
-                self.ray.kill(worker.handle)
-        worker.handle = worker.beat = None
-        worker.pid = 0
+    def map_block(self, name: str, path: str, layout: Layout) -> None:
+        """Map memory that another process of this machine holds open."""
+        self.host.blocks[name] = opened(os.open(path, os.O_RDWR), layout)
 
-    def _standstill(self) -> str:
-        """Who stands where, with stacks, when nothing moves."""
-        lines, parts = [], []
-        for worker in self.workers.values():
-            answer = ""
-            if worker.handle is not None:
-                with suppress(ServiceLost):
-                    answer = self._get(worker.handle.stacks.remote(), 2.0)
-            lines.append(worker.line if answer else f"{worker.name}: does not answer; before: {worker.line}")
-            parts.append(answer)
-        return "\n".join([*lines, *parts])
+    def beat(self, seen: int) -> dict[str, Any]:
+        """Give a sign of life: at once when there are news, else after a while."""
+        with self.news:
+            if self.number == seen:
+                self.news.wait(BEAT)
+        return self.state()
 
-    def report(self) -> Mapping[str, Any]:
-        """What each worker has done with its time, and how often it was started again; on several machines, where."""
-        several = len({worker.node for worker in [*self.workers.values()] if worker.node}) > 1
-        return {
-            name: {
-                **worker.activity,
-                "restarts": self.restarts.get(name, 0),
-                "pid": worker.pid,
-                **({"node": worker.node, "away": not worker.pid} if several else {}),
-            }
-            for name, worker in [*self.workers.items()]
-        }
+    def state(self) -> dict[str, Any]:
+        """How things stand."""
+        return {**self.host.state(), "number": self.number, "pid": os.getpid(), "node": self.node}
 
-    def close(self) -> None:
-        """End every actor, first by asking, and Ray itself if it was started or joined here."""
-        self._stopped.set()
-        self._bell.ring()
-        for thread in self._observers:
-            thread.join(timeout=GRACE)
-        guests = [worker for worker in self.workers.values() if worker.handle is not None]
-        for worker in guests:
-            worker.handle.stop.remote()
-        asked = [worker.handle.finish.remote() for worker in guests if worker.pid]
-        if asked:
-            self.ray.wait(asked, num_returns=len(asked), timeout=GRACE)
-        for worker in [*guests, self.head]:
-            self._end(worker)
-        self.workers.clear()
-        if self.group is not None:
-            with suppress(Exception):  # Ray may be gone already
-                self.ray.util.remove_placement_group(self.group)
-            self.group = None
-        for block in self.blocks.values():
-            block.close()
-        self.blocks.clear()
-        if self.mine:
-            self.ray.shutdown()
-            self.mine = False
+    def tell(self) -> None:
+        """Answer the head's waiting question now."""
+        with self.news:
+            self.number += 1
+            self.news.notify_all()
+
+    def stacks(self) -> str:
+        """Where every thread is."""
+        return stacks({self.thread or 0: self.start["name"]})
+
+    def stop(self) -> None:
+        """Have the worker end after its unit of work."""
+        self.host.stop()
+
+    def call(self, request: tuple[str, str, list[Any], str]) -> tuple[int, Any]:
+        """Answer a call to a service."""
+        service, method, args, name = request
+        try:
+            value = self.host.answer(None, name, service, method, args)
+            if value is True:  # something was stored, which the worker here may wait for
+                self.host.bell.ring()
+            if shared_size(value, 0) > INLINE and self.host.services[service].lasting(method):
+                return KEPT, self._keep(f"{service}.{method}", value)
+            return VALUE, plain(value)
+        except Exception:
+            return RAISED, traceback.format_exc()
+
+    def _keep(self, name: str, value: Any) -> list[Any]:
+        """A reference to an answer that others may get as well: it is put into Ray's store once."""
+        import ray
+
+        with self._keeping:
+            before = self._kept.get(name)
+            if before is None or before[0] is not value:
+                self._kept[name] = before = value, [ray.put(plain(value))]
+        return before[1]
+
+    def _connect(self, service: str) -> Call:
+        found: list[Any] = []
+
+        def call(method: str, args: Sequence[Any]) -> Any:
+            deadline = self.start["deadline"]
+            if not found:
+                found.append(look_up(self.start["actors"][service], self.start["namespace"], deadline))
+            return ask(found[0], service, method, args, deadline)
+
+        return call
 
 
-def _died(worker: Guest) -> bool:
-    return worker.failure.startswith(("died", SILENT))
+def actor_class(ray: Any) -> Any:
+    """The class of actors, whose threads are told apart; Ray does not restart them, since the supervisor does."""
+    for group, methods in GROUPS.items():
+        for method in methods:
+            ray.method(concurrency_group=group)(getattr(Actor, method))
+    return ray.remote(concurrency_groups=THREADS, max_restarts=0)(Actor)
+
+
+def ask(handle: Any, service: str, method: str, args: Sequence[Any], deadline: float) -> Any:
+    """Call a service in an actor."""
+    import ray
+
+    try:
+        kind, value = ray.get(handle.call.remote((service, method, plain(args), caller())), timeout=deadline)
+        if kind == KEPT:
+            return ray.get(value[0], timeout=deadline)
+    except ray.exceptions.GetTimeoutError:
+        raise DeadlineExceeded(f"no answer in time, which is {deadline:g} s") from None
+    except ray.exceptions.RayError as error:
+        raise ServiceLost(_cause(error)) from None
+    if kind == RAISED:
+        raise ServiceFailed(value)
+    return value
+
+
+def look_up(name: str, namespace: str, seconds: float) -> Any:
+    """Find an actor by its name, waiting for one that is about to start."""
+    import ray
+
+    limit = time.monotonic() + seconds
+    while True:
+        try:
+            return ray.get_actor(name, namespace)
+        except ValueError:
+            if time.monotonic() > limit:
+                raise ServiceLost(f"there was no actor {name} for {seconds:g} s") from None
+            time.sleep(LOOK)
+
+
+def plain(value: Any) -> Any:
+    """The value as every wire would carry it: lists, mappings, arrays, numbers and text; anything else is refused."""
+    kind = type(value)
+    if kind in (str, int, float, bool) or value is None:
+        return value
+    if isinstance(value, np.ndarray):
+        if value.dtype.str not in TYPES:
+            raise WireError(f"cannot send an array of type {value.dtype}; allowed: {', '.join(TYPES)}")
+        return value
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    raise WireError(f"cannot send a {kind.__name__}: only arrays, numbers, text, lists and mappings")
+
+
+def library() -> Any:
+    """Ray, if it is installed."""
+    try:
+        import ray
+        import ray.exceptions
+        import ray.util
+    except ImportError:
+        raise ShoalError("engine ray needs Ray: pip install 'shoal[ray]'") from None
+    return ray
+
+
+def connect(address: str) -> tuple[Any, bool]:
+    """Connect to a Ray cluster, or start one; False: the program was connected already, and stays so."""
+    if not address:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # even a Ray of our own listens to the network
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a run tells nobody
+    ray = library()
+    if ray.is_initialized():
+        return ray, False
+    if address.startswith("ray://"):
+        raise SettingsError("ray.address: start the run on a machine of the cluster, and give the address HOST:PORT")
+    settings: dict[str, Any] = {"logging_level": logging.ERROR, "namespace": f"shoal-{os.getpid()}"}
+    if address:
+        settings["address"] = address
+        check_reachable(address)
+    else:
+        settings |= {"address": "local", "num_cpus": PLENTY, "include_dashboard": False}
+        # Ray's own server would keep a note of every call, up to a hundred thousand of them.
+        quiet = {"prestart_worker_first_driver": False, "task_events_report_interval_ms": 0}
+        settings |= {"_node_ip_address": "127.0.0.1", "_system_config": quiet}
+    try:
+        with handlers_kept(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # advice on Ray's own settings
+            ray.init(**settings)
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        ray.shutdown()
+        if address:
+            raise ShoalError(f"the Ray cluster at {address} did not let us in: {error}\n{TOKEN}") from None
+        raise ShoalError(f"Ray does not start on this machine: {error}") from None
+    return ray, True
+
+
+def check_reachable(address: str) -> None:
+    """Say at once that nobody is there, which Ray finds out in minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        if address != "auto":
+            raise SettingsError(f"ray.address: {address!r} is not HOST:PORT, nor auto")
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except OSError as error:
+        raise ShoalError(f"no Ray cluster at {address}: {error}") from None
+
+
+@contextmanager
+def handlers_kept() -> Any:
+    """Keep the program's own answer to SIGTERM, which Ray would replace."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def role_of(worker: str) -> str:
+    """A worker's name without its group and its number."""
+    return re.sub(r"-\d+$", "", worker.rpartition("/")[2])
+
+
+def request(room: Room, worker: str) -> dict[str, float]:
+    """The resources that a worker asks for."""
+    role = role_of(worker)
+    asked = {"CPU": room.cpus.get(role, 1.0), "GPU": room.gpus.get(role, 0.0), **room.custom.get(role, {})}
+    return {name: amount for name, amount in asked.items() if amount}
+
+
+def check_room(ray: Any, wanted: Mapping[str, Mapping[str, float]], apart: int) -> None:
+    """Refuse at once what the cluster could not give even if it were idle; so many workers want a machine each."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    problems = []
+    for worker, asked in wanted.items():
+        if not any(all(node.get(name, 0.0) >= amount for name, amount in asked.items()) for node in nodes):
+            problems.append(f"no machine of it has {_told(asked)} for {worker}")
+    for name in sorted({name for asked in wanted.values() for name in asked}):
+        need = sum(asked.get(name, 0.0) for asked in wanted.values())
+        have = sum(node.get(name, 0.0) for node in nodes)
+        if need > have:
+            problems.append(f"{len(wanted)} workers ask for {need:g} {name} together, it has {have:g}")
+    if apart > len(nodes):
+        problems.append(f"STRICT_SPREAD wants a machine for each of {apart} workers, it has {len(nodes)}")
+    if problems:
+        raise ShoalError(
+            f"the Ray cluster has too little: {'; '.join(problems)}. Lower ray.cpus, ray.gpus or ray.custom, "
+            "take fewer workers, or add machines"
+        )
+
+
+def _told(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"
+
+
+def _given(start: Mapping[str, Any]) -> list[Any]:
+    """The descriptions of all arguments of a worker and of its services."""
+    return [*start["args"], *(arg for recipe in start["services"].values() for arg in recipe["args"])]
 
 
 def _cause(error: BaseException) -> str:

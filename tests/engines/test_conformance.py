@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from shoal.core.errors import DeadlineExceeded, ShoalError, Stalled, WorkerFailed
-from shoal.engines import ENGINES, Options, driving, make, prepare
+from shoal.engines import ENGINES, Options, make, prepare, supervisor
 from shoal.engines.node import Node, listen
 from shoal.engines.options import Machines, Network, Room
 from shoal.services.parameters import Parameters
@@ -204,9 +204,9 @@ def test_nothing_moving_is_reported_and_ends_the_run(build: Any, name: str) -> N
     with pytest.raises(Stalled) as caught:
         engine.wait("one")
     report = str(caught.value)
-    assert "no worker moved for 1 s" in report
-    assert "one: 0 moves, last asked shelf.get" in report
-    assert "two: 0 moves, last asked shelf.get" in report
+    assert "no worker made progress for 1 s" in report
+    assert "one: 0 moves, last called shelf.get" in report
+    assert "two: 0 moves, last called shelf.get" in report
     assert "programs.py" in report  # where they stand
     assert "in wait" in report  # the stacks
 
@@ -295,7 +295,7 @@ def test_what_is_stuck_does_not_delay_a_run_that_was_asked_to_end(build: Any, re
 def test_what_takes_long_is_said_now_and_then(
     build: Any, released: Any, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(driving, "FIRST", 0.3)
+    monkeypatch.setattr(supervisor, "FIRST", 0.3)
     engine = build(name, stall=3.0)
     shelf = engine.serve("shelf", programs.Shelf)
     engine.run("slow", programs.stuck_in, shelf, "a step")
@@ -510,7 +510,7 @@ def test_close_takes_a_workers_own_children_along(build: Any, name: str) -> None
     engine.run("parent", programs.starts_a_child, shelf)
     engine.watch(0.0)
     while shelf.get("grandchild") is None:
-        engine._listen(0.05)
+        engine.listen(0.05)
     grandchild = psutil.Process(shelf.get("grandchild"))
     engine.close()
     while grandchild.is_running() and grandchild.status() != psutil.STATUS_ZOMBIE:
@@ -534,7 +534,7 @@ shelf = engine.serve("shelf", programs.Shelf)
 engine.run("one", programs.count_up, shelf, "one")
 engine.run("two", programs.count_up, shelf, "two")
 while not shelf.get("two"):
-    engine._listen(0.05)
+    engine.listen(0.05)
 print("ready", flush=True)
 engine.wait("one")
 """

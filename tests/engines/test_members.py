@@ -16,8 +16,7 @@ import pytest
 from shoal.core.errors import Refused, ServiceFailed, ServiceLost
 from shoal.core.rights import Rights, calls
 from shoal.core.types import Work
-from shoal.engines import Options, once
-from shoal.engines.cluster import Cluster
+from shoal.engines import Options, make, once
 from shoal.engines.node import Node, join
 from shoal.engines.once import Once
 from shoal.engines.options import Machines, Network
@@ -88,11 +87,11 @@ class Run:
             deadline=seconds(20),
             silence=seconds(20),
         )
-        self.cluster = Cluster(options)
+        self.cluster = make("cluster", options)
         stack.callback(self.cluster.close)
         self.stack, self.folder = stack, folder
-        assert self.cluster.gate is not None
-        self.address = self.cluster.gate.address
+        assert self.cluster.launcher.gate is not None
+        self.address = self.cluster.launcher.gate.address
         self.shelf = self.cluster.serve("shelf", programs.Shelf)
         self.checkpoints = self.cluster.serve("checkpoints", Checkpoints, str(folder / "runs" / "one"), 3)
         self.cluster.run("worker", honest, self.shelf, self.checkpoints)
@@ -104,7 +103,7 @@ class Run:
 
     def _watch(self) -> None:
         while not self.stopped.wait(0.02):
-            self.cluster._arrange()
+            self.cluster.listen(0.0)
 
     def node(self, **about: Any) -> Scripted:
         made = Scripted(self.address, **about)
@@ -291,11 +290,11 @@ def test_what_an_ended_life_asked_is_forgotten_and_not_done_again(run: Run) -> N
     node.call("shelf", "append", "calls", "second", channel="worker-b")  # it was started again
     with pytest.raises(ServiceFailed, match="this life of worker is over"):
         node.call("shelf", "append", "calls", "first")
-    assert len(run.cluster.answers) == 1
+    assert len(run.cluster.launcher.answers) == 1
     node.session.call("report", secret, {"worker": {"moves": 1}}, {}, ["worker"], {}, False, seconds=seconds(20))
     with pytest.raises(ServiceFailed, match="this life of worker is over"):
         node.call("shelf", "append", "calls", "second", channel="worker-b")
-    assert len(run.cluster.answers) == 0
+    assert len(run.cluster.launcher.answers) == 0
     assert run.shelf.get("calls") == ["first", "second"]
 
 

@@ -19,9 +19,8 @@ import pytest
 import shoal
 from shoal.core.errors import SettingsError, ShoalError, WireError
 from shoal.engines import Options, make
-from shoal.engines.hosting import plain
 from shoal.engines.options import Room
-from shoal.engines.rooming import request, role_of
+from shoal.engines.ray import plain, request, role_of
 from shoal.services.parameters import Parameters
 from tests.engines import programs
 from tests.engines.simulated import Simulated
@@ -53,7 +52,7 @@ def objects(engine: Any) -> tuple[int, int]:
     """Megabytes and objects in the stores of all nodes."""
     from ray._private.internal_api import memory_summary
 
-    text = memory_summary(engine.ray.get_runtime_context().gcs_address, stats_only=True)
+    text = memory_summary(engine.launcher.ray.get_runtime_context().gcs_address, stats_only=True)
     megabytes, count = re.findall(r"Plasma memory usage (\d+) MiB, (\d+) objects", text)[0]
     return int(megabytes), int(count)
 
@@ -74,7 +73,7 @@ def test_weights_are_put_once_per_version_and_nothing_stays(build: Any) -> None:
     assert parameters.fetch(59) is None
     assert parameters.status()["fetches"] == 120
     while objects(engine) > (2, 1):  # of 240 MB only the newest version stays; Ray clears once a second
-        engine._listen(0.05)
+        engine.listen(0.05)
 
 
 def test_what_no_wire_carries_is_refused(build: Any) -> None:
@@ -124,12 +123,12 @@ def test_placement_spreads_workers_over_the_nodes(build: Any) -> None:
     for name in ("host", "one", "two"):
         engine.run(name, programs.until, shelf, "end", 1)
     shelf.put("end", 1)
-    nodes = placement_group_table(engine.group)["bundles_to_node_id"]
+    nodes = placement_group_table(engine.launcher.group)["bundles_to_node_id"]
     assert len({*nodes.values()}) == len(nodes) == 2  # the host stays here, for its services
     engine.wait("host", "one", "two")
-    group = engine.group
+    group = engine.launcher.group
     engine.close()
-    assert engine.group is None
+    assert engine.launcher.group is None
     again = build()
     assert placement_group_table(group)["state"] == "REMOVED"
     assert again.ray.is_initialized()
@@ -163,7 +162,7 @@ def test_a_ray_of_ones_own_is_started_and_ended(only_ray: None) -> None:
     finally:
         engine.close()
     assert not psutil.Process().children()
-    assert not engine.ray.is_initialized()
+    assert not engine.launcher.ray.is_initialized()
 
 
 def test_when_a_host_dies_everyone_begins_again(build: Any) -> None:
@@ -173,12 +172,12 @@ def test_when_a_host_dies_everyone_begins_again(build: Any) -> None:
     engine.run("caller", programs.count_up, shelf, "caller")
     engine.run("last", programs.until_longer, notes, "host pids", 2)
     while not (shelf.get("caller") and notes.get("host pids")):
-        engine._listen(0.05)
+        engine.listen(0.05)
     os.kill(notes.get("host pids")[0], signal.SIGKILL)
     engine.wait("last")
     assert [engine.report()[name]["restarts"] for name in ("host", "caller", "last")] == [1, 1, 1]
     while not shelf.get("caller"):  # the new one has a new shelf
-        engine._listen(0.05)
+        engine.listen(0.05)
 
 
 @pytest.mark.long
@@ -207,4 +206,4 @@ def test_cartpole_is_solved_although_a_node_goes(
         thief.join()
     assert result.solved
     assert sum(worker["restarts"] for worker in result.summary["workers"].values()) >= 1
-    assert "starting it again in 0.5 s (1 of 5)" in caplog.text
+    assert "restarting it in 0.5 s (1 of 5)" in caplog.text

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
 
 from shoal.core.errors import ServiceLost
-from shoal.engines import Options, make, relay
-from shoal.engines.node import Node, listen
+from shoal.engines import Options, make, node
+from shoal.engines.node import Node, Relay, listen
 from shoal.engines.options import Machines
-from shoal.engines.relay import Relay, Relayed
 from shoal.services.parameters import Parameters
 from shoal.transport.terms import Terms
 from tests.engines import programs
@@ -32,17 +32,14 @@ class Source:
             return None
         return {"version": self.version, **({"message": newer_than} if self.coded else {"weights": {}})}
 
-    def status(self) -> str:
-        return "well"
-
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Time that passes when a test says so."""
     now = [100.0]
-    monkeypatch.setattr(relay.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(node.time, "monotonic", lambda: now[0])
 
-    def tick(seconds: float = 2 * relay.FRESH) -> None:
+    def tick(seconds: float = 2 * node.FRESH) -> None:
         now[0] += seconds
 
     return tick
@@ -50,41 +47,40 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_one_fetches_for_all(clock: Any) -> None:
     source, shared = Source(), Relay()
-    one, two = Relayed(shared, source), Relayed(shared, source)
-    first = one.fetch(-1)
+    one = two = partial(shared.fetch, source.fetch)
+    first = one(-1)
     assert first["version"] == 0
-    assert two.fetch(-1) is first
-    assert two.fetch(0) is None
+    assert two(-1) is first
+    assert two(0) is None
     assert source.asked == [-1]
     source.version = 1
-    assert one.fetch(0) is None  # for a moment
+    assert one(0) is None  # for a moment
     clock()
-    assert one.fetch(0)["version"] == 1
-    assert two.fetch(0)["version"] == 1
-    assert two.fetch(-1)["version"] == 1
+    assert one(0)["version"] == 1
+    assert two(0)["version"] == 1
+    assert two(-1)["version"] == 1
     assert source.asked == [-1, 0]
     source.version = 0  # a learner went back to its checkpoint
     clock()
-    assert two.fetch(1)["version"] == one.fetch(1)["version"] == 0
-    assert one.fetch(0) is None
-    assert one.status() == "well"
+    assert two(1)["version"] == one(1)["version"] == 0
+    assert one(0) is None
 
 
 def test_what_is_lost_is_lost_for_who_asked(clock: Any) -> None:
     source, shared = Source(), Relay()
-    one, two = Relayed(shared, source), Relayed(shared, source)
+    one = two = partial(shared.fetch, source.fetch)
     source.lost = True
     with pytest.raises(ServiceLost):
-        one.fetch(-1)
+        one(-1)
     source.lost = False
-    assert two.fetch(-1)["version"] == 0
+    assert two(-1)["version"] == 0
 
 
 def test_a_codec_answers_everyone_by_what_he_holds(clock: Any) -> None:
     source, shared = Source(), Relay()
     source.version, source.coded = 7, True
-    one, two = Relayed(shared, source), Relayed(shared, source)
-    assert (one.fetch(3)["message"], two.fetch(5)["message"]) == (3, 5)
+    one = two = partial(shared.fetch, source.fetch)
+    assert (one(3)["message"], two(5)["message"]) == (3, 5)
 
 
 def test_callers_wait_for_the_one_who_fetches() -> None:
@@ -98,7 +94,7 @@ def test_callers_wait_for_the_one_who_fetches() -> None:
 
     source.fetch = slowly  # type: ignore[method-assign]
     found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.append(Relayed(shared, source).fetch(-1))) for _ in range(5)]
+    threads = [threading.Thread(target=lambda: found.append(shared.fetch(source.fetch, -1))) for _ in range(5)]
     for thread in threads:
         thread.start()
     assert begun.wait(seconds(20))
@@ -109,8 +105,8 @@ def test_callers_wait_for_the_one_who_fetches() -> None:
 
 
 def test_a_node_fetches_each_version_once() -> None:
-    node = Node(2, ("shoal", "tests"))
-    gate = listen(node, "127.0.0.1:0", Terms("node"))
+    machine = Node(2, ("shoal", "tests"))
+    gate = listen(machine, "127.0.0.1:0", Terms("node"))
     readers = ["one", "two", "three"]
     machines = Machines(nodes=(gate.address,), remote=frozenset(readers))
     engine = make(
@@ -127,4 +123,4 @@ def test_a_node_fetches_each_version_once() -> None:
     finally:
         engine.close()
         gate.close()
-        node.close()
+        machine.close()

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from shoal.core.errors import ServiceFailed
-from shoal.engines import Options
+from shoal.engines import Options, make
 from shoal.engines import node as nodes
-from shoal.engines.cluster import Cluster
 from shoal.engines.options import Machines
 from shoal.transport.greeting import meet
 from shoal.transport.session import Session
@@ -107,7 +106,9 @@ def test_a_run_waits_for_a_node_that_waits_for_its_former_head(stand: Stand, mon
     lost.close()
     lost.join()
     standing.said("the link to the head is lost")
-    cluster = Cluster(Options(machines=Machines(nodes=(standing.address,)), stall=seconds(20), deadline=seconds(20)))
+    cluster = make(
+        "cluster", Options(machines=Machines(nodes=(standing.address,)), stall=seconds(20), deadline=seconds(20))
+    )
     try:
         shelf = cluster.serve("shelf", programs.Shelf)
         cluster.run("one", programs.answer, shelf, "a", 2)
@@ -124,7 +125,7 @@ def test_one_node_under_two_addresses_is_taken_once(stand: Stand) -> None:
     standing = stand(*OPEN)
     port = standing.address.rpartition(":")[2]
     both = (f"127.0.0.1:{port}", f"localhost:{port}")
-    cluster = Cluster(Options(machines=Machines(nodes=both), stall=seconds(20), deadline=seconds(20)))
+    cluster = make("cluster", Options(machines=Machines(nodes=both), stall=seconds(20), deadline=seconds(20)))
     try:
         shelf = cluster.serve("shelf", programs.Shelf)
         standing.said("this node is here already, under the name")

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from shoal.engines.cluster import Cluster
+from shoal.engines import make
 from shoal.engines.node import Node, listen
 from shoal.engines.options import Machines, Network, Options
 from shoal.transport import strangers
@@ -104,7 +104,9 @@ def test_reconnecting_leaves_nothing_behind(closing: ExitStack, link: str, times
     closing.callback(cable.close)
     names = [f"counter-{number}" for number in range(4)]
     machines = Machines(nodes=(cable.address,), network=Network(link=link), remote=frozenset(names))
-    engine = Cluster(Options(homes={"shelf": "keeper"}, machines=machines, deadline=seconds(30), stall=seconds(60)))
+    engine = make(
+        "cluster", Options(homes={"shelf": "keeper"}, machines=machines, deadline=seconds(30), stall=seconds(60))
+    )
     closing.callback(engine.close)
     shelf = engine.serve("shelf", programs.Shelf)
     engine.run("keeper", programs.idle)

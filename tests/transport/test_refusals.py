@@ -18,7 +18,7 @@ import pytest
 
 from shoal.core import wire
 from shoal.core.errors import Refused, ServiceLost, SettingsError, ShoalError
-from shoal.engines.cluster import Cluster
+from shoal.engines import make
 from shoal.engines.node import Node, listen
 from shoal.engines.options import Machines, Network, Options
 from shoal.transport import greeting, session, tls, websocket
@@ -146,7 +146,7 @@ def test_plain_text_off_loopback_has_to_be_asked_for(address: str) -> None:
     with pytest.raises(SettingsError, match="nothing would be encrypted"):
         meet(address, Terms("head"), lambda *_: None)
     with pytest.raises(SettingsError, match="nothing would be encrypted"):
-        Cluster(Options(machines=Machines(nodes=(address,))))
+        make("cluster", Options(machines=Machines(nodes=(address,))))
     for alone in (Terms("node"), Terms("node", pin="00" * 32)):  # a pin is for those who join
         with pytest.raises(SettingsError, match="nothing would be encrypted"):
             Gate(address, alone, lambda _: lambda *_: None, lambda *_: None, lambda *_: None, certificates=True)
@@ -157,12 +157,12 @@ def test_plain_text_off_loopback_that_is_asked_for_works() -> None:
     node = Node(1, ("shoal",))
     gate = listen(node, "0.0.0.0:0", Terms("node", insecure=True))
     network = Network(insecure=True)
-    cluster = Cluster(
-        Options(machines=Machines(nodes=(f"127.0.0.1:{gate.address.rpartition(':')[2]}",), network=network))
+    cluster = make(
+        "cluster", Options(machines=Machines(nodes=(f"127.0.0.1:{gate.address.rpartition(':')[2]}",), network=network))
     )
     try:
-        with cluster._news:
-            assert cluster._news.wait_for(lambda: cluster.stations, 20)
+        with cluster.launcher._news:
+            assert cluster.launcher._news.wait_for(lambda: cluster.launcher.stations, 20)
     finally:
         for one in (cluster, gate, node):
             one.close()

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from shoal.core.errors import ServiceFailed, ShoalError
-from shoal.engines.cluster import SENSELESS, Cluster
+from shoal.engines import make
+from shoal.engines.cluster import SENSELESS
 from shoal.engines.node import Node, listen
 from shoal.engines.options import Machines, Network, Options
 from shoal.transport import greeting
@@ -62,22 +63,22 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.fixture
-def joined() -> Iterator[tuple[Cluster, Session]]:
+def joined() -> Iterator[tuple[Any, Session]]:
     """A head with one worker to give away, and the session of a node that joins and does nothing."""
     network = Network(listen="127.0.0.1:0")
-    cluster = Cluster(Options(machines=Machines(network=network, remote=frozenset({"one"})), stall=seconds(60)))
+    cluster = make("cluster", Options(machines=Machines(network=network, remote=frozenset({"one"})), stall=seconds(60)))
     session = None
 
     def answer(session: Session, kind: str, args: list[Any]) -> Any:
         return {"slots": 1, "life": "0123456789abcdef", "busy": 0.0} if kind == "describe" else None
 
     try:
-        cluster.run_name = RUN
+        cluster.launcher.run_name = RUN
         cluster.run("one", programs.idle)
-        assert cluster.gate is not None
-        _, session = meet(cluster.gate.address, Terms("badger"), answer)
-        with cluster._news:
-            assert cluster._news.wait_for(lambda: cluster.stations, seconds(20))
+        assert cluster.launcher.gate is not None
+        _, session = meet(cluster.launcher.gate.address, Terms("badger"), answer)
+        with cluster.launcher._news:
+            assert cluster.launcher._news.wait_for(lambda: cluster.launcher.stations, seconds(20))
         yield cluster, session
     finally:
         cluster.close()
@@ -86,12 +87,11 @@ def joined() -> Iterator[tuple[Cluster, Session]]:
             session.join()
 
 
-def test_a_report_is_believed_if_it_makes_sense(
-    joined: tuple[Cluster, Session], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_report_is_believed_if_it_makes_sense(joined: tuple[Any, Session], caplog: pytest.LogCaptureFixture) -> None:
     cluster, session = joined
-    cluster._tend()
+    cluster.watch(0.0)
     session.call("report", *GOOD, seconds=seconds(20))
+    cluster.watch(0.0)
     good = cluster.report()
     assert {key: good["one"][key] for key in TOLD} == TOLD
     assert good["one"]["node"] == "badger"
@@ -100,10 +100,11 @@ def test_a_report_is_believed_if_it_makes_sense(
             session.call("report", *report, seconds=seconds(20))
         assert any(part in str(caught.value) for part in told.split("|")), (case, str(caught.value))
         assert "\n" not in str(caught.value), case
+        cluster.watch(0.0)
         assert cluster.report() == good, case
         session.call("report", *GOOD, seconds=seconds(20))
     session.call("report", *changed(0, "another"), seconds=seconds(20))  # of a run before this one
-    cluster._tend()
+    cluster.watch(0.0)
     assert cluster.report() == good
     lines = [record.getMessage() for record in caplog.records if "refused a report" in record.getMessage()]
     assert [line.partition(":")[0] for line in lines] == [
@@ -111,10 +112,10 @@ def test_a_report_is_believed_if_it_makes_sense(
     ]
 
 
-def test_a_node_whose_reports_make_no_sense_is_done_without(joined: tuple[Cluster, Session]) -> None:
+def test_a_node_whose_reports_make_no_sense_is_done_without(joined: tuple[Any, Session]) -> None:
     """Else nobody would ever hear that its workers have ended."""
     cluster, session = joined
-    cluster.network = Network()  # nobody else can join
+    cluster.launcher.network = Network()  # nobody else can join
     for _ in range(SENSELESS):
         with pytest.raises(ServiceFailed):
             session.call("report", *spent(moves=-1), seconds=seconds(20))
@@ -122,22 +123,22 @@ def test_a_node_whose_reports_make_no_sense_is_done_without(joined: tuple[Cluste
         cluster.wait("one")
 
 
-def test_what_a_node_says_of_workers_elsewhere_ends_nothing(joined: tuple[Cluster, Session]) -> None:
+def test_what_a_node_says_of_workers_elsewhere_ends_nothing(joined: tuple[Any, Session]) -> None:
     cluster, session = joined
-    cluster.machines = Machines(network=cluster.network, remote=None)
+    cluster.launcher.machines = Machines(network=cluster.launcher.network, remote=None)
     cluster.run("two", programs.idle)
-    cluster._tend()
-    cluster.places["two"] = "another"
+    cluster.watch(0.0)
+    cluster.launcher.places["two"] = "another"
     session.call("report", *changed(3, ["two"])[:4], {"two": "broke"}, False, seconds=seconds(20))
-    assert not cluster.stations["badger"].ended
-    assert not cluster.stations["badger"].failures
+    assert not cluster.launcher.stations["badger"].ended
+    assert not cluster.launcher.stations["badger"].failures
     session.call("report", *changed(3, ["one"]), seconds=seconds(20))
     cluster.wait("one")
 
 
-def test_what_a_worker_failed_of_changes_no_terminal(joined: tuple[Cluster, Session]) -> None:
+def test_what_a_worker_failed_of_changes_no_terminal(joined: tuple[Any, Session]) -> None:
     cluster, session = joined
-    cluster._tend()
+    cluster.watch(0.0)
     session.call("report", *changed(4, {"one": "Traceback:\n\tit \x1b[2J broke"}), seconds=seconds(20))
     with pytest.raises(ShoalError, match=r"one on node badger: Traceback:\n\tit \?\[2J broke$"):
         cluster.wait("one")
@@ -147,7 +148,9 @@ def test_work_that_fits_in_no_frame_ends_the_run_in_words(monkeypatch: pytest.Mo
     monkeypatch.setattr(greeting, "LIMIT", 100_000)
     node = Node(1, ("shoal", "tests"))
     gate = listen(node, "127.0.0.1:0", Terms("node"))
-    cluster = Cluster(Options(machines=Machines(nodes=(gate.address,)), deadline=seconds(20), stall=seconds(60)))
+    cluster = make(
+        "cluster", Options(machines=Machines(nodes=(gate.address,)), deadline=seconds(20), stall=seconds(60))
+    )
     told: list[str] = []
     try:
         block = cluster.share("group/numbers", {"cells": np.zeros(100_000, np.float32)})
@@ -163,7 +166,7 @@ def test_work_that_fits_in_no_frame_ends_the_run_in_words(monkeypatch: pytest.Mo
         waiting.start()
         until(lambda: bool(told), "the run goes on without a word")
     finally:
-        cluster.failure = ShoalError("the test is over")
+        cluster.launcher.failure = ShoalError("the test is over")
         for one in (cluster, gate, node):
             one.close()
         waiting.join()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from shoal.core.errors import Refused, ServiceLost, ShoalError
-from shoal.engines.cluster import Cluster
+from shoal.engines import make
 from shoal.engines.options import Machines, Network, Options
 from shoal.transport import find, greeting, grpc, strangers, tls, websocket
 from shoal.transport.certificates import Trust
@@ -194,7 +194,7 @@ def test_another_version_of_shoal_is_refused_and_both_are_named(stand: Stand) ->
 
 
 def test_plain_text_is_warned_of_on_both_sides(command: Any, caplog: pytest.LogCaptureFixture) -> None:
-    cluster = Cluster(Options(machines=Machines(network=Network(insecure=True, listen="127.0.0.1:0"))))
+    cluster = make("cluster", Options(machines=Machines(network=Network(insecure=True, listen="127.0.0.1:0"))))
     cluster.close()
     warned = [record.getMessage() for record in caplog.records if "insecure" in record.getMessage()]
     assert len(warned) == 1
