@@ -76,7 +76,7 @@ def test_algorithms_do_not_import_each_other() -> None:
 
 
 def test_nodes_make_nothing_that_writes_files() -> None:
-    from shoal.engines.node import WRITERS
+    from shoal.engines.messages import WRITERS
 
     for part in ("services", "workers"):
         for file in (PACKAGE / part).glob("*.py"):

@@ -14,11 +14,9 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
-from typing_extensions import TypedDict
 
 from shoal.core.caller import call_as
 from shoal.core.errors import DeadlineExceeded, Refused, ServiceFailed, ServiceLost, ShoalError, WireError, WorkerFailed
@@ -26,7 +24,7 @@ from shoal.core.recipe import services_in
 from shoal.core.rights import Rights
 from shoal.core.types import Array
 from shoal.engines.host import Host, Served
-from shoal.engines.node import LINE, TEXT, Name
+from shoal.engines.messages import LIMITS, About, read_about, read_report
 from shoal.engines.once import Once
 from shoal.engines.options import Machines, Options
 from shoal.engines.placement import HERE, place
@@ -42,7 +40,6 @@ BEAT = 1.0  # seconds between signs of life
 SENSELESS = 20  # reports in a row that make no sense, after which a node is done without
 UNWANTED = 1000  # names of nodes that are logged when they are refused
 ASK = 1 / 4  # the share of `stall` after which a turn is asked for again, since each time takes a thread of the node
-SENT = ("seed", "lockstep", "restarts", "deadline", "stall", "silence")  # options that nodes are sent
 
 
 class Cluster(Launcher):
@@ -73,7 +70,7 @@ class Cluster(Launcher):
         self.wanted: set[str] = set()  # those of them that should run
         self.rights: dict[str, Rights] = {}  # of the workers that nodes were ordered to hold
         self.places: dict[str, str] = {}  # worker → node
-        self.shared: dict[str, Shared] = {}
+        self.blocks: dict[str, Shared] = {}
         self.turns = 0
         self.failure: ShoalError | None = None
         self.answers = Once()
@@ -111,8 +108,8 @@ class Cluster(Launcher):
 
     def share(self, name: str, tree: Mapping[str, Array]) -> Shared:
         """Give every machine on which workers of the group `name/…` come to live memory that these share."""
-        self.shared[name] = Shared(name, {key: np.array(value) for key, value in tree.items()})
-        return self.shared[name]
+        self.blocks[name] = Shared(name, {key: np.array(value) for key, value in tree.items()})
+        return self.blocks[name]
 
     def _roams(self, worker: str) -> bool:
         """Whether a worker may live on a node."""
@@ -363,8 +360,8 @@ class Cluster(Launcher):
             if start["services"]:
                 raise ShoalError(f"{name} holds services and cannot live at the head: leave network.here at 0")
             for service in {found for arg in start["args"] for found in services_in(arg)}:
-                if service in self.shared and service not in self.here.blocks:
-                    self.here.share(service, self.shared[service].tree)
+                if service in self.blocks and service not in self.here.blocks:
+                    self.here.share(service, self.blocks[service].tree)
             worker.elsewhere = False
             self.here.start(worker, start)
 
@@ -424,11 +421,11 @@ class Cluster(Launcher):
 
     def _have_held(self, station: Station, session: Session, wanted: list[str]) -> None:
         sets = {key: [*getattr(self.options, key)] for key in ("restartable", "relays")}
-        shared = {key: getattr(self.options, key) for key in SENT} | sets
+        shared = {key: getattr(self.options, key) for key in ("seed", "lockstep", *LIMITS)} | sets
         check = [*self.machines.check] if self.machines.check else []
         recipes = {name: self._recipe(name) for name in wanted}
         named = {service for name in wanted for arg in self.recipes[name][1]["args"] for service in services_in(arg)}
-        blocks = {name: block.tree for name, block in self.shared.items() if name in named}
+        blocks = {name: block.tree for name, block in self.blocks.items() if name in named}
         names = [*{**self.head.services, **self.options.homes}]
         try:
             if not station.renewed:
@@ -467,25 +464,6 @@ class Cluster(Launcher):
         start = self.recipes[name][1]
         self.rights[name] = Rights(name, start["rights"], self.head.refused)
         return [start["work"], start["args"], start["services"], start["rights"]]
-
-
-class About(TypedDict):
-    """What a node says of itself."""
-
-    slots: Annotated[int, Field(strict=True, ge=0, le=65536)]
-    life: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]  # another for each start of a node, and told to heads only
-    busy: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]  # seconds left to a head that is away
-
-
-ABOUT = TypeAdapter(About)
-
-
-def read_about(told: Any) -> About:
-    """What a node says of itself, if it makes sense."""
-    try:
-        return ABOUT.validate_python(told)
-    except ValidationError as error:
-        raise Refused(f"a node that does not say in order what it is: {error.errors()[0]['msg'].lower()}") from None
 
 
 @dataclass
@@ -551,62 +529,3 @@ class Shared:
 
     _service: str
     tree: Mapping[str, Array]
-
-
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
-Count = Annotated[int, Field(ge=0, lt=1 << 63, strict=True)]
-
-
-def shown(text: str) -> str:
-    """Text that changes nothing about the terminal where it is shown."""
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
-
-
-Waited = Annotated[str, Field(max_length=200, pattern=r"^[ -~]*$")]  # for a service; empty: for none
-Line = Annotated[str, Field(max_length=LINE), AfterValidator(shown)]
-Text = Annotated[str, Field(max_length=TEXT), AfterValidator(shown)]
-
-
-class WorkerReport(TypedDict, total=False):
-    """How one worker has spent its time; nothing yet while it starts."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
-
-    moves: Count
-    seconds: Seconds
-    working: Seconds
-    waits: Annotated[dict[Waited, Seconds], Field(max_length=1000)]
-    busy: Seconds
-    doing: Line
-    restarts: Count
-    refused: Count
-    pid: Count
-
-
-class Report(NamedTuple):
-    """What a node tells again and again."""
-
-    run: str
-    workers: dict[Name, WorkerReport]
-    lines: dict[Name, Line]
-    ended: list[Name]
-    failures: dict[Name, Text]
-    starting: Annotated[bool, Field(strict=True)]
-
-    def names(self) -> set[str]:
-        """The workers that it is about."""
-        return {*self.workers, *self.lines, *self.ended, *self.failures}
-
-
-FORM: TypeAdapter[Report] = TypeAdapter(Report)
-
-
-def read_report(args: list[Any]) -> Report:
-    """The report, if it has the form of one."""
-    try:
-        return FORM.validate_python(args)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place, *inside = first["loc"] or ("its form",)
-        name = Report._fields[place] if isinstance(place, int) and place < len(Report._fields) else "its form"
-        raise Refused(f"{'.'.join(map(str, [name, *inside]))}: {first['msg'].lower()}"[:LINE]) from None

@@ -71,7 +71,7 @@ class Host:
         services: dict[str, Served] | None = None,
     ) -> None:
         """Begin with nothing; `connect` reaches services elsewhere, `services` are those that others made here."""
-        self.activity, self.rights, self._connect = Activity(name), rights, connect
+        self.activity, self.rights, self.connect = Activity(name), rights, connect
         self.services: dict[str, Served] = {} if services is None else services
         self.blocks: dict[str, Mapping[str, Any]] = {}
         self.refused: dict[str, int] = {}  # by caller: calls that were not theirs to make
@@ -89,9 +89,9 @@ class Host:
         check = None if self.rights is None else self.rights.check
         if name in self.services:
             return Standin(name, self.services[name].call, self.activity, check, near=True)
-        if self._connect is None:
+        if self.connect is None:
             raise ShoalError(f"there is no service {name!r}")
-        return Standin(name, self._connect(name), self.activity, check)
+        return Standin(name, self.connect(name), self.activity, check)
 
     def serve(self, name: str, make: Callable[..., Any], args: Sequence[Any], seed: int) -> None:
         """Make a service, with randomness of its own."""

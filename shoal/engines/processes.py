@@ -334,7 +334,7 @@ class Child:
         self._end()
 
     def _answer(self, named: Any, descriptor: int) -> None:
-        rights = None if named is None else Rights(*named, self.host.refused)
+        rights = None if named is None else Rights(named[0], named[1], self.host.refused)
         args = (Pipe(socket.socket(fileno=descriptor)), self.host, rights, self.host.bell, self.shelf)
         threading.Thread(target=answer_calls, args=args, name="calls", daemon=True).start()
 

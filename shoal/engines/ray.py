@@ -79,7 +79,7 @@ class Ray(Launcher):
             context = self.ray.get_runtime_context()
             self.node, self.namespace = context.get_node_id(), context.namespace
             self.actor = actor_class(self.ray)
-            start = {"name": HEAD, "work": "", "args": [], "services": {}, "rights": None, "lockstep": False}
+            start: dict[str, Any] = {"name": HEAD, "work": "", "args": [], "services": {}, "rights": None, "lockstep": False}
             self._launch(HEAD, start | {"deadline": options.deadline, "allow": options.allow and [*options.allow]})
         except BaseException:
             self.close()
@@ -90,7 +90,7 @@ class Ray(Launcher):
 
     def serve(self, name: str, make: Callable[..., Any], args: Sequence[Any], seed: int) -> bool:
         """Make a service in the head's actor."""
-        recipe = {"make": path_of(make), "args": [describe(arg) for arg in args], "seed": seed}
+        recipe: dict[str, Any] = {"make": path_of(make), "args": [describe(arg) for arg in args], "seed": seed}
         self._map_blocks(HEAD, recipe["args"])
         if problem := self._get(self.handles[HEAD].serve.remote(name, recipe), STARTING):
             raise ShoalError(f"service {name} could not be made:\n{problem}")

@@ -150,6 +150,7 @@ class Launcher(Protocol):
 
     def hurry(self) -> None:
         """Note that the run was asked to end."""
+        return None
 
     def close(self) -> None:
         """End everything that is left."""

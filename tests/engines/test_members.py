@@ -262,7 +262,7 @@ ODD: dict[str, dict[str, Any]] = {
 def test_a_node_that_describes_itself_out_of_order_is_refused(run: Run, case: str) -> None:
     node = run.node(**ODD[case])
     assert node.session.closed.wait(seconds(20))
-    assert "does not say in order what it is" in node.told("refused")[0][0]
+    assert "describes itself wrongly" in node.told("refused")[0][0]
     good = run.node()
     good.held()
 
