@@ -153,7 +153,7 @@ def start(experiment: Experiment, engine: Any, run: Path, state: Mapping[str, An
     """
     from shoal.workers.evaluator import evaluate
 
-    if experiment.shared and not hasattr(engine, "share"):
+    if experiment.shared and not engine.shares:
         topology = experiment.topology_name
         raise SettingsError(f"engine {experiment.engine} has no shared memory, which topology {topology} needs")
     desk = Desk(

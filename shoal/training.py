@@ -146,8 +146,7 @@ def carry_out(experiment: Experiment, begun: Any, folder: Path, state: Mapping[s
 
 def ask_to_end(engine: Any, journal: Any) -> None:
     """Let the run end in order, and nothing that is stuck delay it for long."""
-    if hasattr(engine, "hurry"):  # which one of a user's own may do without
-        engine.hurry()
+    engine.hurry()
     journal.stop(INTERRUPTED)
 
 

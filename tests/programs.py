@@ -19,6 +19,7 @@ from shoal.core.settings import Schedule, Settings
 from shoal.core.types import Act, Batch, Loss, NStep, Sequence, Spec, Step
 from shoal.engines import ENGINES
 from shoal.engines.inline import Inline
+from shoal.engines.supervisor import Launcher
 
 # Each worker of `ray` takes seconds to start: tests/engines/test_ray.py has the runs on it.
 QUICK = [name for name in ENGINES if name != "ray"]
@@ -238,7 +239,7 @@ class Mixed(gymnasium.Env[Any, Any]):
 class Lone(Inline):
     """An engine without shared memory."""
 
-    share = property()
+    share = Launcher.share  # type: ignore[assignment]
 
 
 gymnasium.register("Faulty-v0", entry_point=Faulty)

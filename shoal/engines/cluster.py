@@ -329,8 +329,9 @@ class Cluster(Launcher):
             yield from self._news_of(station)
         for name in [name for name in self.recipes if name not in self.places]:
             self.recipes[name][0].started = time.monotonic()  # it waits for a node, which may take its time
-        if self._asking and (found := self._ask_turn(self.recipes[self._asking][0])) is not None:
-            yield self._asking, {"turned": found}
+        if name := self._asking:
+            if (moved := self._ask_turn(self.recipes[name][0])) is not None:
+                yield name, {"turned": moved}
 
     def _news_of(self, station: Station) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """What a node has reported of the workers that live there."""

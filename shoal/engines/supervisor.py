@@ -196,6 +196,11 @@ class Supervisor:
         """Copy arrays into memory that all workers of a machine share, and return what stands for it."""
         return self.launcher.share(name, tree)
 
+    @property
+    def shares(self) -> bool:
+        """Whether there is memory that workers of a machine share."""
+        return type(self.launcher).share is not Launcher.share
+
     def run(self, name: str, work: Callable[..., Work], *args: Any) -> None:
         """Start a worker; an observer lives in a thread of the head where workers live elsewhere."""
         rights = rights_of(work, args)

@@ -347,7 +347,7 @@ def test_lockstep_takes_turns_with_randomness_of_ones_own(build: Any, name: str)
 @pytest.mark.parametrize("name", [name for name in ENGINES if name != "cluster"])
 def test_what_one_writes_into_a_shared_block_all_others_see(build: Any, name: str) -> None:
     engine = build(name, homes={"reader": "a"})
-    if not hasattr(engine, "share"):
+    if not engine.shares:
         pytest.skip(f"{name} has no shared memory, which an engine may do without")
     given = {
         "odd": np.array(3, np.uint8),
