@@ -60,13 +60,11 @@ def demand(fact: Tensor, what: str) -> None:
 class Checker(Settings):
     """Acts by the count it sees, and its loss checks with whole numbers that every part stands at its time."""
 
-    length: int = Field(5, description="Length of the counting world's episodes.")
+    length: int = Field(5, description="Length of the counting environment's episodes.")
     truncates: bool = Field(False, description="Whether they are cut off.")
     kind: str = Field("sequence", description="sequence, padded or nstep.")
     lr: Schedule = Field(Schedule(start=0.1, shape="constant"), description="Unused.")
     batch: int | None = Field(4, description="Items per update.")
-    epochs: int = Field(1, description="Passes.")
-    minibatches: int = Field(1, description="Pieces.")
     clip_norm: float | None = Field(None, description="None.")
     max_lag: int | None = Field(None, description="Any.")
 
@@ -238,7 +236,7 @@ class Mixed(gymnasium.Env[Any, Any]):
 class Lone(Inline):
     """An engine without shared memory."""
 
-    share = property()
+    share = None
 
 
 gymnasium.register("Faulty-v0", entry_point=Faulty)

@@ -40,7 +40,7 @@ def test_ngu_reaches_the_far_end_and_r2d2_does_not(tmp_path: Path) -> None:
     ngu = shoal.train(CONFIGS / "ngu_chain.yaml", tmp_path / "ngu")
     assert ngu.solved
     same = {key: value for key, value in ngu.experiment.algorithm.model_dump(mode="json").items()
-            if key in ("lr", "batch", "gamma", "n", "unroll", "burn_in", "overlap", "target_every", "adam_epsilon",
+            if key in ("lr", "batch", "gamma", "n", "unroll", "burn_in", "overlap", "target_every", "optimizer_epsilon",
                        "replay", "head", "network", "epsilon_spread")}  # fmt: skip
     changes = {"algorithm": {"name": "r2d2", **same}, "steps": 25_000}
     r2d2 = shoal.train(CONFIGS / "ngu_chain.yaml", tmp_path / "r2d2", **changes)

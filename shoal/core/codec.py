@@ -119,7 +119,7 @@ def compress(array: Array) -> bytes:
 
 
 def expand(data: memoryview, dtype: type, count: int) -> Array:
-    """Read back what `compress` made, or refuse anything that is not so many numbers."""
+    """Read back what `compress` made, or refuse anything that is not `count` numbers."""
     size = count * np.dtype(dtype).itemsize
     inflate = zlib.decompressobj()
     try:
@@ -221,7 +221,7 @@ class Sender:
         self.digest = layout.digest(version, self.floats, rest)
 
     def _anchor(self, layout: Layout, floats: Array) -> None:
-        """Begin anew with exact weights."""
+        """Begin again with exact weights."""
         self.floats, self.residual = floats, np.zeros_like(floats)
         self.kind, self.body = "float32", b""  # the body would be a copy: it is made when asked for
         self.links.clear()
@@ -308,7 +308,7 @@ class Receiver:
 
 
 def parts(message: Any) -> tuple[int, int | None, str, list[Array], str]:
-    """Version, base, kind, links and digest of a message, or a refusal of what is none."""
+    """Version, base, kind, links and digest of a message; refuses what is not one."""
     if not isinstance(message, Mapping):
         raise WireError(f"not a message of weights: a {type(message).__name__}")
     version, base, kind, links, digest = (message.get(key) for key in ("version", "base", "kind", "links", "digest"))

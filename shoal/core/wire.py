@@ -159,7 +159,7 @@ def decode(data: Buffer, block: Buffer | None = None, limit: int = BODY_LIMIT) -
 
 
 def parse(view: memoryview, header: int, block: Buffer | None = None) -> Any:
-    """Read the value of a whole message whose header has so many bytes."""
+    """Read the value of a whole message whose header has `header` bytes."""
     end = PREFIX.size + header
     try:
         text = str(view[PREFIX.size : end], "utf-8")

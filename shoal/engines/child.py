@@ -84,7 +84,7 @@ def answer_calls(
                     rights.check(name, method)
                 function = getattr(services[name], method)
                 value = function(*args)
-                if getattr(function, "settled", False) and shared_size(value) >= LARGE:
+                if getattr(function, "immutable", False) and shared_size(value) >= LARGE:
                     pipe.send_kept(shelf.keep(value, (True, value)))
                 else:
                     pipe.send((True, value))

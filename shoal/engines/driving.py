@@ -16,7 +16,7 @@ from shoal.core.caller import call_as
 from shoal.core.doing import FIRST, Doing, Seldom, here
 from shoal.core.errors import Stalled
 from shoal.core.rights import Rights, rights_of
-from shoal.core.types import Work, settled
+from shoal.core.types import Work, immutable
 
 log = logging.getLogger("shoal")
 SHORTEST, LONGEST = 0.0002, 0.05  # seconds between two looks of a waiting worker
@@ -180,8 +180,8 @@ class Local:
             with self._lock:
                 return function(*args)
 
-        if getattr(function, "settled", False):
-            settled(call)
+        if getattr(function, "immutable", False):
+            immutable(call)
         self.__dict__[method] = call
         return call
 

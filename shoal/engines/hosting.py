@@ -246,7 +246,7 @@ class Host:
             value = function(*args)
             if value is True:  # something was taken in, which the worker here may wait for
                 self.bell.ring()
-            if getattr(function, "settled", False) and shared_size(value, 0) > INLINE:
+            if getattr(function, "immutable", False) and shared_size(value, 0) > INLINE:
                 return KEPT, self._keep(f"{name}.{method}", value)
             return VALUE, plain(value)
         except Exception:

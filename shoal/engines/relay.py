@@ -6,7 +6,7 @@ import threading
 import time
 from typing import Any
 
-from shoal.core.types import settled
+from shoal.core.types import immutable
 
 FRESH = 0.05  # seconds for which the newest weights here are taken for the newest there are
 
@@ -32,7 +32,7 @@ class Relayed:
         """Everything but fetching is the service's own."""
         return getattr(self._source, method)
 
-    @settled
+    @immutable
     def fetch(self, newer_than: int) -> Any:
         """The weights, unless the caller holds them; those of a codec depend on that, and are its own."""
         relay = self._relay

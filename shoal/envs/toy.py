@@ -1,4 +1,4 @@
-"""Toy worlds: small enough to be solved in seconds or followed by hand.
+"""Toy environments: small enough to be solved in seconds or followed by hand.
 
 They have Gymnasium's interface but are plain classes, registered nowhere.
 """
@@ -356,7 +356,7 @@ class Chain:
         return shown
 
 
-WORLDS: dict[str, Callable[..., Any]] = {
+ENVS: dict[str, Callable[..., Any]] = {
     "Catch": Catch,
     "Identity": Identity,
     "Target": Target,
@@ -365,4 +365,4 @@ WORLDS: dict[str, Callable[..., Any]] = {
     "DeepSea": DeepSea,
     "Chain": Chain,
 }
-TOYS: dict[str, str] = {name: str(world.__doc__).splitlines()[0] for name, world in WORLDS.items()}
+TOYS: dict[str, str] = {name: str(env.__doc__).splitlines()[0] for name, env in ENVS.items()}

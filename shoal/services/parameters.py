@@ -9,7 +9,7 @@ import numpy as np
 
 from shoal.core.codec import Codec, Sender
 from shoal.core.tree import map_tree, size_of
-from shoal.core.types import Array, Tree, settled
+from shoal.core.types import Array, Tree, immutable
 
 
 def in_order(array: Array) -> Array:
@@ -42,7 +42,7 @@ class Parameters:
             self.answers.clear()
         return self.bytes
 
-    @settled
+    @immutable
     def fetch(self, newer_than: int) -> Mapping[str, Any] | None:
         """The weights with their version and the steps they were trained for; None: the caller holds them.
 
@@ -61,7 +61,7 @@ class Parameters:
         self.bytes += sum(link.nbytes for link in answer["message"]["links"])
         return answer
 
-    @settled
+    @immutable
     def weights(self) -> Tree:
         """The newest weights as everyone holds who fetched them; the final ones are exact."""
         if self.sender is None:

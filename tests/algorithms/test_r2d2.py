@@ -14,13 +14,13 @@ from shoal.algorithms.r2d2 import R2d2
 from shoal.core.algorithm import Algorithm
 from shoal.core.tree import leaves, map_tree, to_numpy, to_torch
 from shoal.core.types import Sequence, Step
-from shoal.nets.torsos import Network
-from shoal.workers.learner import Model
-from shoal.workers.packing import Sequences
-from shoal.workers.policy import Follower, to_batch
+from shoal.nets.torsos import Architecture
+from shoal.workers.follower import Follower
+from shoal.workers.model import Model, first_priorities
+from shoal.workers.packing import Sequences, to_batch
 from tests.algorithms.conftest import wander
 
-SMALL = Network(hidden=(8,), activation="relu", lstm=6)
+SMALL = Architecture(hidden=(8,), activation="relu", lstm=6)
 CPU = torch.device("cpu")
 
 
@@ -322,7 +322,8 @@ def test_the_learner_weighs_the_target_stands_still_and_priorities_are_the_losss
     loss = algorithm.loss(policy.net, policy.net, played.batch)
     heavy = played.batch._replace(weight=100 * played.batch.weight)
     assert torch.equal(loss.each, algorithm.loss(policy.net, policy.net, heavy).each)
-    np.testing.assert_allclose(policy.judge(algorithm, played.items), loss.priority, rtol=1e-5)
+    first = first_priorities(algorithm, policy.net, played.items, policy.device)
+    np.testing.assert_allclose(first, loss.priority, rtol=1e-5)
     assert not loss.priority.requires_grad
     net, target = algorithm.build(specs["discrete"]), algorithm.build(specs["discrete"])
     algorithm.loss(net, target, played.batch).each.sum().backward()

@@ -183,7 +183,7 @@ def test_unknown_ids_name_the_nearest(id, near):
 
 
 def test_an_unlike_id_names_the_toys():
-    with pytest.raises(Fatal, match="Toy worlds: Catch, Identity"):
+    with pytest.raises(Fatal, match="Toy environments: Catch, Identity"):
         make(Environment(id="qqqqqqqqqqqqqqqq"), 1, seed=0)
 
 

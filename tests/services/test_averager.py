@@ -175,11 +175,11 @@ def refused(averager: Averager, group: Group, message: Any, **wrong: Any) -> str
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        ({"steps": -1}, "steps is -1, and not a whole number from 0 on"),
+        ({"steps": -1}, "steps is -1, not an integer of at least 0"),
         ({"steps": 10.5}, "steps is 10.5"),
-        ({"steps": 10**9}, "1,000,000,000 steps are more than any change could have: 1,000"),
+        ({"steps": 10**9}, "1,000,000,000 steps are more than a change can have: 1,000"),
         ({"updates": -3}, "updates is -3"),
-        ({"version": 5}, "version 5 is still to come: the newest is 0"),
+        ({"version": 5}, "version 5 does not exist yet: the newest is 0"),
         ({"version": -1}, "version is -1"),
         ({"metrics": {"loss": float("nan")}}, "metric loss is nan"),
     ],

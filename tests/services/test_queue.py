@@ -243,9 +243,9 @@ class TestAdmission:
         ({"observation": {"vector": np.full((4, 1, 2), np.inf, np.float32)}}, "observation.vector holds inf"),
         ({"record": {"core": np.full((1, 1), np.nan)}}, "record.core holds nan"),
         ({"version": np.array([-1])}, "version -1 is negative"),
-        ({"version": np.array([0.5])}, "versions are no list of whole numbers"),
+        ({"version": np.array([0.5])}, "versions are not a list of integers"),
         ({"action": np.full((3, 1), 7)}, "an action lies outside 0 to 3"),
-        ({"action": np.full((3, 1), 0.5)}, "actions are float64, and not one of 4 choices"),
+        ({"action": np.full((3, 1), 0.5)}, "actions are of type float64, not integers below 4"),
     ],
 )
 def test_experience_that_makes_no_sense_is_refused_counted_and_its_sender_named(wrong, reason):
@@ -269,7 +269,7 @@ def test_where_nothing_good_comes_the_sender_is_told():
     queue = Queue(4)
     bad = {**items(1), "reward": np.full((3, 1), np.nan, np.float32)}
     assert all(queue.put(bad) for _ in range(99))
-    with pytest.raises(ShoalError, match="nothing good came between them"):
+    with pytest.raises(ShoalError, match="with nothing valid in between"):
         queue.put(bad)
 
 

@@ -356,13 +356,13 @@ class Breaking(Counting):
 )
 def test_nothing_is_learned_from_a_step_that_failed(experience: NStep | Sequence) -> None:
     lengths = iter([5, 12, *[12] * 100])
-    worlds = Vector("Breaking", lambda: Breaking(next(lengths)), 2, 0, 1000, {})
+    vector = Vector("Breaking", lambda: Breaking(next(lengths)), 2, 0, 1000, {})
     packer = make(experience, 2)
-    packer.observe(worlds.reset())
+    packer.observe(vector.reset())
     learned = set()
     for instant in range(200):
         packer.choose(np.zeros(2, np.int64), {}, instant)
-        if (items := packer.observe(worlds.step(np.zeros(2, np.int64)))) is None:
+        if (items := packer.observe(vector.step(np.zeros(2, np.int64)))) is None:
             continue
         count, first = items["observation"][..., 0], items["first"]
         steps = count[1:] - count[:-1]
@@ -373,7 +373,7 @@ def test_nothing_is_learned_from_a_step_that_failed(experience: NStep | Sequence
             assert reward == sum(0.5**k * (begin + k + 1) for k in range(int(taken)))
             learned.add((int(begin), int(taken)))
         assert (items["discount"][real & (count[1:] == 6)] > 0).all()  # where it broke, the value of what was seen last
-    assert len(worlds.faults()) > 40
+    assert len(vector.faults()) > 40
     assert (5, 1) in learned  # the last step before a fault
     assert not [pair for pair in learned if sum(pair) > 6]
-    worlds.close()
+    vector.close()
