@@ -126,7 +126,7 @@ def carry_out(experiment: Experiment, begun: Any, folder: Path, state: Mapping[s
         log.info(
             "%s %s in %s", f"going on at step {steps:,}:" if steps else "training", console.title(experiment), folder
         )
-        engine: Engine = engines.make(experiment.engine, topology.options(experiment, steps), begun)
+        engine = engines.make(experiment.engine, topology.options(experiment, steps), begun)
         try:
             try:
                 journal, parameters, last = topology.start(experiment, engine, folder, state)

@@ -80,7 +80,7 @@ class ApexDqn(Settings):
         return Act(epsilon_greedy(net.values(step), epsilon), {}, carry)
 
     def values(self, net: QNetwork, step: Step, carry: Any) -> dict[str, Tensor]:
-        """What a choice is made by, for whoever watches."""
+        """The action values, for recordings of episodes."""
         return {"q": net.values(step)}
 
     def prepare(self, net: QNetwork, batch: Batch) -> Batch:

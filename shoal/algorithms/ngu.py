@@ -73,7 +73,7 @@ class Ngu(Settings):
     unroll: int = Field(80, ge=1, description="Steps of a sequence that are learned from.")
     burn_in: int = Field(40, ge=0, description="Steps before them that only warm the memory up.")
     # Sequences begin every 40 steps: half of the 80 are shared, and the burn-in before them.
-    overlap: int = Field(80, ge=0, description="Steps that a sequence shares with the one before, at least burn_in.")
+    overlap: int = Field(80, ge=0, description="Steps that a sequence shares with the previous one, at least burn_in.")
     dueling: bool = Field(True, description="Whether value and advantage are separate streams.")
     eta: float = Field(0.9, ge=0, le=1, description="Share of the largest error in a sequence's priority.")
     epsilon: float = Field(0.4, gt=0, le=1, description="Chance of a random action of the boldest environment.")
@@ -149,7 +149,7 @@ class Ngu(Settings):
         epsilon = 0.0 if rank is None else ladder(rank, self.epsilon, self.epsilon_spread)
         mixed = self._mix(values["extrinsic"], values["intrinsic"], carry["arm"].unsqueeze(-1))
         carry["action"] = epsilon_greedy(mixed, epsilon)
-        if rank is None:  # for whoever watches
+        if rank is None:  # for recordings of episodes
             record |= {"q_extrinsic": values["extrinsic"], "q_intrinsic": values["intrinsic"]}
         return Act(carry["action"], record, carry)
 
@@ -164,7 +164,7 @@ class Ngu(Settings):
         carry["score"] = carry["score"] + step.reward
         opened = step.first.nonzero().flatten().tolist()
         if opened:
-            carry["arm"] = carry["arm"].clone()  # the one before is still on its way to the packer
+            carry["arm"] = carry["arm"].clone()  # the packer still reads the previous one
         for index in opened:
             bandit = carry["bandits"][index]
             if carry["played"]:

@@ -38,7 +38,7 @@ class R2d2(Settings):
     unroll: int = Field(80, ge=1, description="Steps of a sequence that are learned from.")
     burn_in: int = Field(40, ge=0, description="Steps before them that only warm the memory up.")
     # Sequences begin every 40 steps: half of the 80 are shared, and the burn-in before them.
-    overlap: int = Field(80, ge=0, description="Steps that a sequence shares with the one before, at least burn_in.")
+    overlap: int = Field(80, ge=0, description="Steps that a sequence shares with the previous one, at least burn_in.")
     rescale: bool = Field(True, description="Whether values are learned on the scale of h.")
     double: bool = Field(True, description="Whether the online network chooses the action that is bootstrapped from.")
     dueling: bool = Field(True, description="Whether value and advantage are separate streams.")
@@ -98,7 +98,7 @@ class R2d2(Settings):
         return Act(action, {"core": carry["core"], "previous": seen}, {"core": core, "action": action})
 
     def values(self, net: QNetwork, step: Step, carry: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What a choice is made by, for whoever watches."""
+        """The action values, for recordings of episodes."""
         return {"q": self._look(net, step, carry)[0]}
 
     def _look(self, net: QNetwork, step: Step, carry: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -204,11 +204,11 @@ class Sender:
         """Begin with no version."""
         self.codec = codec
         self.layout: Layout | None = None
-        self.links: deque[tuple[int, Array]] = deque(maxlen=LINKS)  # the version that each goes on from, and itself
+        self.links: deque[tuple[int, Array]] = deque(maxlen=LINKS)  # each with the version that it builds on
         self.age = 0  # links since the last version that went whole
 
     def publish(self, version: int, weights: Tree, exact: bool = False) -> None:
-        """Take a new version; an exact one owes nothing to those before it, nor does the first."""
+        """Publish a new version; an exact one does not depend on earlier ones, nor does the first."""
         layout = Layout(weights)
         floats, rest = layout.join(weights)
         if exact or self.codec.plain or self.layout is None or layout.text != self.layout.text:
@@ -240,7 +240,7 @@ class Sender:
             self.links.popleft()
 
     def _whole(self, layout: Layout, floats: Array) -> None:
-        """Encode the version for itself, with what was lost of the one before."""
+        """Encode the version by itself, with what the previous one lost."""
         target = floats + self.residual
         if not fits(self.codec.kind, target, None):
             self._anchor(layout, floats)
@@ -286,12 +286,12 @@ class Receiver:
     def take(self, message: Any) -> Tree:
         """Decode a message into weights, to be read only; one that does not lead there changes nothing.
 
-        Raises Diverged if the message goes on from other weights than those held: a whole version mends that.
+        Raises Diverged if the message builds on other weights than those held: a whole version fixes that.
         """
         version, base, kind, links, digest = parts(message)
         if base is not None and (self.floats is None or base != self.version):
             raise Diverged(
-                f"weights go on from version {base}; here is {self.version if self.version >= 0 else 'none'}"
+                f"weights build on version {base}, but the receiver holds {self.version if self.version >= 0 else 'none'}"
             )
         floats = None if base is None else self.floats
         for link in links:
@@ -302,7 +302,7 @@ class Receiver:
             floats = decode(self.layout, kind, body, floats)
         assert floats is not None
         if not hmac.compare_digest(self.layout.digest(version, floats, rest), digest):
-            raise Diverged(f"version {version} of the weights came out different from what was sent")
+            raise Diverged(f"version {version} of the weights does not match what was sent")
         self.version, self.floats = version, floats
         return self.layout.split(floats, rest)
 

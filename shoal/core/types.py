@@ -81,7 +81,7 @@ class NStep:
 
 @dataclass(frozen=True)
 class Sequence:
-    """Cut the stream into runs of `length` actions, each starting `length - overlap` after the one before."""
+    """Cut the stream into runs of `length` actions, each starting `length - overlap` after the previous one."""
 
     length: int
     overlap: int = 0
@@ -95,7 +95,7 @@ class ArraySpec:
 
     shape: tuple[int, ...]
     dtype: str
-    stack: int = 1  # instants that the first axis shows side by side, so that all but one came before
+    stack: int = 1  # instants stacked along the first axis, all but one of which earlier observations showed
 
 
 @dataclass(frozen=True)

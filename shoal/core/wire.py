@@ -174,7 +174,7 @@ def parse(view: memoryview, header: int, block: Buffer | None = None) -> Any:
 
 
 def _arrays(table: Any, body: memoryview, block: Buffer | None) -> list[Array | None]:
-    """The arrays of a table, as views; none begins before the end of the one before it."""
+    """The arrays of a table, as views; none begins before the end of the previous one."""
     arrays: list[Array | None] = []
     ends = [0, 0]  # of what was read in the body and in the shared block
     sources = body, None if block is None else memoryview(block)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.core.errors import ShoalError
 from shoal.core.recipe import find
+from shoal.core.types import Engine
 from shoal.engines.options import Options
 
 ENGINES = {
@@ -18,6 +20,16 @@ ENGINES = {
 }
 
 
+if TYPE_CHECKING:  # mypy checks that each of them is an engine
+    from shoal.engines.cluster import Cluster
+    from shoal.engines.inline import Inline
+    from shoal.engines.processes import Processes
+    from shoal.engines.ray import Ray
+    from shoal.engines.threads import Threads
+
+    _engines: tuple[Callable[..., Engine], ...] = (Inline, Threads, Processes, Ray, Cluster)
+
+
 def prepare(name: Any, modules: tuple[str, ...]) -> Any:
     """Begin what an engine can begin before its options are known; None: nothing, or no such engine."""
     with suppress(ShoalError):
@@ -26,7 +38,7 @@ def prepare(name: Any, modules: tuple[str, ...]) -> Any:
     return None
 
 
-def make(name: str, options: Options, prepared: Any = None) -> Any:
+def make(name: str, options: Options, prepared: Any = None) -> Engine:
     """Make an engine by its name in the table, or by a user's import path."""
-    engine = find(ENGINES.get(name, name))
+    engine: Callable[..., Engine] = find(ENGINES.get(name, name))
     return engine(options) if prepared is None else engine(options, prepared)

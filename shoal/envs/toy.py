@@ -36,7 +36,7 @@ def bars(values: Array) -> Array:
 class Catch:
     """Move a paddle under a falling ball: +1 for catching it, -1 for missing it.
 
-    The board and its rules are those of bsuite, arXiv:1908.03568; with `pixels` it is a picture of so many by so many.
+    The board and its rules are those of bsuite, arXiv:1908.03568; with `pixels` it is an image of `pixels` × `pixels`.
     """
 
     metadata = METADATA
@@ -164,7 +164,7 @@ class Target:
 
 
 class Counting:
-    """Show whole numbers that tell when and where a step was: proof that time is aligned.
+    """Show integers that say when and where a step was: proof that time is aligned.
 
     An observation is [actions taken in this episode, episode, a number of this environment's own, last
     action or -1]; the reward is the number of actions taken, so the action chosen at count c earns c + 1.

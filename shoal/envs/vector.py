@@ -19,7 +19,7 @@ USUAL_FPS = 30  # what Gymnasium's own recorder takes where an environment does 
 
 
 class Episode(NamedTuple):
-    """What one finished episode came to."""
+    """The result of one finished episode."""
 
     score: float  # undiscounted and unclipped
     length: int  # actions taken
@@ -119,7 +119,7 @@ class Tally:
                 self._values[index][key] = Sums(before.total + value, before.times + 1, value)
 
     def finish(self, index: int, cut: bool = False) -> None:
-        """Close an environment's episode and keep what it came to."""
+        """Close an environment's episode and keep its result."""
         metrics = {}
         for key, (total, times, last) in self._values[index].items():
             metrics[key] = {"sum": total, "average": total / times, "last": last}[self._metrics[key]]
@@ -186,7 +186,7 @@ class Vector:
         self._ended = [True] * size  # the next step opens an episode
         self._seeds = np.random.SeedSequence(seed).spawn(size)
         self._seed = [derive(seeds) for seeds in self._seeds]
-        self._seeded = [False] * size  # later episodes go on with the environment's own generator
+        self._seeded = [False] * size  # later episodes use the environment's own generator
         self._opened = [False] * size  # one that never opened will not get better by trying again
         self._row = [0] * size  # faults in a row
         self._last_fault = [0] * size

@@ -146,7 +146,7 @@ def lasts(batch: Batch) -> Tensor:
 
 
 def check_overlap(burn_in: int, unroll: int, overlap: int) -> None:
-    """Refuse sequences between which steps would be lost or that would not go on."""
+    """Refuse an overlap that would lose steps between sequences, or that would repeat them for ever."""
     if not burn_in <= overlap < burn_in + unroll:
         raise ValueError(
             f"overlap {overlap} must be at least burn_in {burn_in}, so that every step is learned from, "

@@ -1,4 +1,4 @@
-"""The newest weights, for whoever asks."""
+"""The newest weights, for actors and evaluators."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def in_order(array: Array) -> Array:
 
 
 class Parameters:
-    """Holds one version of the weights, the newest, and counts what it hands out."""
+    """Holds one version of the weights, the newest, and counts what it sends."""
 
     def __init__(self, codec: Codec | None = None) -> None:
-        """Begin with none; the codec says how weights are handed out, without one as they are."""
+        """Begin with none; the codec encodes weights for sending, without one they are sent as they are."""
         self.newest: dict[str, Any] | None = None
         self.sender = None if codec is None or codec.plain else Sender(codec)
-        self.answers: dict[int, dict[str, Any]] = {}  # of the newest version, by the one that the caller holds
+        self.answers: dict[int, dict[str, Any]] = {}  # of the newest version, by the version that the caller holds
         self.fetches = self.bytes = 0
 
     def publish(self, version: int, steps: int, period: int, final: bool, weights: Tree) -> int:
-        """Replace the weights, and return the bytes handed out so far; the learner may go on changing its own.
+        """Replace the weights, and return the bytes sent so far; the learner may continue to change its own.
 
-        A new period asks everyone to begin afresh, which makes the checkpoint before it a point to go on from exactly.
+        A new period asks everyone to begin again, so that a run can continue exactly from the checkpoint before it.
         """
-        # Going on from a checkpoint begins with exact weights, so a period does. The last ones are there to stay.
+        # A run that continues from a checkpoint begins with exact weights, so a period must. The last ones are final.
         exact = final or self.newest is None or self.newest["period"] != period
         self.newest = {"version": version, "steps": steps, "period": period, "final": final}
         if self.sender is None:

@@ -27,7 +27,7 @@ class Announced(NamedTuple):
 
 
 class Queue:
-    """A bounded queue in memory that is allocated once; `put` answers False when it is full, which slows actors down.
+    """A bounded queue in memory that is allocated once; when it is full, `put` answers False and actors wait.
 
     The age of experience is bounded before it is made: an actor asks whether it may begin. Items in the queue and items
     announced come before the new ones, and each batch of them adds one version to the weights by the time the new ones
@@ -45,10 +45,10 @@ class Queue:
         self.capacity, self.batch, self.max_lag, self.choices, self.exact = capacity, batch, max_lag, choices, exact
         self.memory: Any = None  # as the items, [T or T+1, capacity, ...]
         self.version = np.zeros(capacity, np.int64)
-        self.arrived = np.zeros(capacity, np.int64)  # the learner's version when an item came
+        self.arrived = np.zeros(capacity, np.int64)  # the learner's version when an item arrived
         self.free = deque(range(capacity))
         self.filled: deque[int] = deque()
-        self.taken = 0  # items ever handed out, which are their keys
+        self.taken = 0  # items returned so far, which are their keys
         self.next = 0  # version of the weights that the next batch will change
         self.announced: dict[int, Announced] = {}  # by actor
         self.ages = {"age_of_weights": 0.0, "age_of_data": 0.0}
@@ -110,7 +110,7 @@ class Queue:
         return True
 
     def get(self, size: int, version: int = 0, beta: float = 1.0, seed: int | None = None) -> Mapping[str, Tree] | None:
-        """A batch for weights of this version: items of the oldest policies, and of one policy those that came first.
+        """A batch for weights of this version: items of the oldest policy first, then in the order of arrival.
 
         None: not enough yet, or an actor is still working on items that would be too old for the next batch.
         """
@@ -156,7 +156,7 @@ class Queue:
 
 
 def ages(version: int, acted: Array, arrived: Array) -> dict[str, float]:
-    """How many versions a batch's policies were behind when it came in, and how many it waited since, on average."""
+    """How many versions a batch's policies were behind when it arrived, and how many it waited since, on average."""
     return {
         "age_of_weights": float((arrived - acted).mean()),
         "age_of_data": float((version - arrived).mean()),

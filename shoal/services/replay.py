@@ -28,7 +28,7 @@ class Replay:
     """
 
     def __init__(self, settings: Replaying, batch: int, overlap: int = 0, stack: Any = 1, choices: int = 0) -> None:
-        """Draw `batch` items at a time; `overlap` steps of a sequence came before.
+        """Draw `batch` items at a time; `overlap` steps of each sequence are those of the previous one.
 
         Discrete actions lie below `choices`.
         """
@@ -39,7 +39,7 @@ class Replay:
         self.shapes: dict[str, tuple[int, ...]] = {}  # of observations that are kept as frames
         self.keys = np.full(self.capacity, -1, np.int64)
         self.version = np.zeros(self.capacity, np.int64)
-        self.arrived = np.zeros(self.capacity, np.int64)  # the learner's version when an item came
+        self.arrived = np.zeros(self.capacity, np.int64)  # the learner's version when an item arrived
         self.sums = SumTree(self.capacity)
         self.highest = 1.0  # the highest priority so far, which an item without one gets
         self.inserted = self.filled = self.drawn = self.steps = 0

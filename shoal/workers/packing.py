@@ -29,10 +29,10 @@ class Sequences:
             raise ValueError(f"overlap {experience.overlap} must be at least 0 and below length {experience.length}")
         self.experience, self.size = experience, size
         self.row = np.zeros(size, np.int64)  # where each stream writes next
-        self.fresh = np.zeros(size, np.int64)  # real transitions not yet handed out
+        self.fresh = np.zeros(size, np.int64)  # real transitions not yet returned
         self.buffers: dict[str, Any] = {}
         self.columns = np.arange(size)
-        self.restarted = self.columns[:0]  # streams handed out whose overlap must still move to the front
+        self.restarted = self.columns[:0]  # streams just returned, whose overlap must still move to the front
 
     def _write(self, key: str, value: Any, row: Array, rows: int) -> None:
         """Write one instant of every stream, making room at the first call."""
@@ -77,7 +77,7 @@ class Sequences:
         self.row += 1
 
     def _close(self, ended: Array) -> Items | None:
-        """Pad and hand out the sequences whose episodes ended, unless they hold nothing new."""
+        """Pad and return the sequences whose episodes ended, unless they hold nothing new."""
         filled = ended[(self.fresh[ended] > 0)]
         for column in filled:
             row = self.row[column]
@@ -107,7 +107,7 @@ class Sequences:
         return items
 
     def _keep_overlap(self) -> None:
-        """What was last becomes first, in the streams that were handed out."""
+        """Move the overlap to the front, in the streams that were returned."""
         if len(self.restarted):
             where = slice(None) if len(self.restarted) == self.size else self.restarted
             for buffer in self.buffers.values():
