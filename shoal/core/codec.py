@@ -290,9 +290,8 @@ class Receiver:
         """
         version, base, kind, links, digest = parts(message)
         if base is not None and (self.floats is None or base != self.version):
-            raise Diverged(
-                f"weights build on version {base}, but the receiver holds {self.version if self.version >= 0 else 'none'}"
-            )
+            held = self.version if self.version >= 0 else "none"
+            raise Diverged(f"weights build on version {base}, but the receiver holds {held}")
         floats = None if base is None else self.floats
         for link in links:
             data = np.ascontiguousarray(link).data

@@ -1,9 +1,8 @@
 """One network and one optimizer in memory that every worker shares, without a lock (arXiv:1602.01783, section 4).
 
 The block is a flat mapping of arrays: `net/…` and `target/…` are state dicts, `optimizer/…` is the optimizer's state,
-named as in a checkpoint, and the rest are counts. `steps` and `updates` have a cell for each worker, which
-it alone writes, so that no count is lost; `version`, `period`, `stop` and the steps of other groups, `elsewhere`, are the
-chief's.
+named as in a checkpoint, and the rest are counts. `steps` and `updates` have a cell for each worker, which it alone
+writes, so that no count is lost; `version`, `period`, `stop` and the steps of other groups, `elsewhere`, are the chief's.
 """
 
 from __future__ import annotations
