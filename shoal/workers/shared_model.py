@@ -2,7 +2,7 @@
 
 The block is a flat mapping of arrays: `net/…` and `target/…` are state dicts, `optimizer/…` is the optimizer's state,
 named as in a checkpoint, and the rest are counts. `steps` and `updates` have a cell for each worker, which it alone
-writes, so that no count is lost; `version`, `period`, `stop` and the steps of other groups, `elsewhere`, are the chief's.
+writes, so that none is lost; `version`, `period`, `stop` and the steps of other groups, `elsewhere`, are the chief's.
 """
 
 from __future__ import annotations
