@@ -135,14 +135,14 @@ def test_overlap_must_cover_the_burn_in() -> None:
         shoal.configure(settings("r2d2"), **{"algorithm.overlap": 2})
 
 
-def test_rollouts_tell_actions_rewards_and_values(tmp_path: Path) -> None:
+def test_recordings_hold_actions_rewards_and_values(tmp_path: Path) -> None:
     run = shoal.train(settings("ngu", engine="inline", environment={"id": "Catch"}, steps=300), tmp_path / "run")
     written = run.record(tmp_path / "rollouts", episodes=2)
     assert [path.name for path in written] == ["episode_1.mp4", "episode_1.json", "episode_2.mp4", "episode_2.json"]
     for path in written[1::2]:
-        told = json.loads(path.read_text())
-        assert len(told["steps"]) == told["length"] == 9
-        assert sum(step["reward"] for step in told["steps"]) == told["score"]
-        for step in told["steps"]:
+        episode = json.loads(path.read_text())
+        assert len(episode["steps"]) == episode["length"] == 9
+        assert sum(step["reward"] for step in episode["steps"]) == episode["score"]
+        for step in episode["steps"]:
             assert {*step} == {"action", "reward", "novelty", "arm", "q_extrinsic", "q_intrinsic"}
             assert len(step["q_extrinsic"]) == 3

@@ -32,8 +32,8 @@ ALGORITHMS = {
 
 def settings(algorithm: str, **more: Any) -> dict[str, Any]:
     """A small run with a recurrent network and normalisers."""
-    world = {"id": "CartPole-v1" if algorithm == "impala" else "Pendulum-v1"}
-    return small(ALGORITHMS[algorithm], **{"environment": world, "steps": 700, **more})
+    environment = {"id": "CartPole-v1" if algorithm == "impala" else "Pendulum-v1"}
+    return small(ALGORITHMS[algorithm], **{"environment": environment, "steps": 700, **more})
 
 
 PAIRS = [*((engine, "impala") for engine in QUICK), ("inline", "ppo"), ("processes", "ppo")]

@@ -9,7 +9,7 @@ from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import CoreSchema
 
 POWER = 2.0  # of the polynomial shape, where none is given
-Model = TypeVar("Model")  # an algorithm is settings too, but its protocol cannot say so
+Moved = TypeVar("Moved")  # an algorithm is settings too, but its protocol cannot say so
 
 
 class Settings(BaseModel):
@@ -62,7 +62,7 @@ class Schedule(Settings):
         return self.model_copy(update={"now": self.end + (self.start - self.end) * share})
 
 
-def at(settings: Model, progress: float) -> Model:
+def at(settings: Moved, progress: float) -> Moved:
     """Return settings whose schedules, also those of settings inside them, stand at a progress in [0, 1]."""
     assert isinstance(settings, BaseModel)
     moved = {}

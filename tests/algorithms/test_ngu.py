@@ -1,4 +1,4 @@
-"""NGU from the raw stream to the loss: arms, novelty, both values, and what the bandit is told."""
+"""NGU from the raw stream to the loss: arms, novelty, both values, and the rewards of the bandit."""
 
 from __future__ import annotations
 
@@ -250,17 +250,17 @@ def slow_values(net: Any, played: Played, item: int, part: str, arms: int) -> li
     start, b = played.places[item]
     state, result = played.batch.record[f"core_{part}"][0, item : item + 1], []
     for t in range(start, start + played.real(item)):
-        step, told = played.steps[t], np.zeros(ACTIONS + 2 + arms, np.float32)
+        step, extra = played.steps[t], np.zeros(ACTIONS + 2 + arms, np.float32)
         if not step.first[b]:
-            told[played.actions[t - 1][b]] = 1
-            told[ACTIONS] = step.reward[b]
+            extra[played.actions[t - 1][b]] = 1
+            extra[ACTIONS] = step.reward[b]
         if t - start < len(played.batch.action):  # after the last step it is not known
             novelty = float(played.records[t]["novelty"][b])
-            told[ACTIONS + 1] = np.sqrt(novelty + 1) - 1 + 1e-3 * novelty  # on the scale of h
-        told[ACTIONS + 2 + played.records[start]["arm"][b]] = 1
+            extra[ACTIONS + 1] = np.sqrt(novelty + 1) - 1 + 1e-3 * novelty  # on the scale of h
+        extra[ACTIONS + 2 + played.records[start]["arm"][b]] = 1
         seen, first = torch.tensor(step.observation[None, b : b + 1]), torch.tensor([[bool(step.first[b])]])
         with torch.no_grad():
-            value, state = getattr(net, part)(seen, first, state, torch.tensor(told)[None, None])
+            value, state = getattr(net, part)(seen, first, state, torch.tensor(extra)[None, None])
         result.append(value[0, 0, :, 0].double().tolist())
     return result
 

@@ -139,13 +139,13 @@ def slow_values(net: Any, played: Played, item: int, actions: int) -> list[list[
     state, result = played.batch.record["core"][0, item : item + 1], []
     for t in range(start, start + played.real(item)):
         step = played.steps[t]
-        told = np.zeros(actions + 1, np.float32)
+        extra = np.zeros(actions + 1, np.float32)
         if not step.first[b]:
-            told[played.actions[t - 1][b]] = 1
-            told[actions] = step.reward[b]
+            extra[played.actions[t - 1][b]] = 1
+            extra[actions] = step.reward[b]
         seen = map_tree(lambda x, b=b: torch.tensor(x[None, b : b + 1]), step.observation)
         with torch.no_grad():
-            value, state = net(seen, torch.tensor([[bool(step.first[b])]]), state, torch.tensor(told)[None, None])
+            value, state = net(seen, torch.tensor([[bool(step.first[b])]]), state, torch.tensor(extra)[None, None])
         result.append(value[0, 0, :, 0].double().tolist())
     return result
 
@@ -283,16 +283,16 @@ def test_what_acting_records_is_from_before_the_step(specs):
     algorithm = small(epsilon=1e-9)
     net = algorithm.build(specs["discrete"])
     carry = algorithm.begin(net, 2)
-    told = torch.tensor([[0.0, 0, 0, 0], [0, 0, 0, 0]])
+    extra = torch.tensor([[0.0, 0, 0, 0], [0, 0, 0, 0]])
     for reward, first in (([0.0, 0.0], [True, True]), ([3.0, 4.0], [False, False]), ([5.0, 0.0], [False, True])):
         step = Step(torch.randn(2, 4), torch.tensor(reward), torch.ones(2), torch.tensor(first))
         if not first[0]:
-            told = torch.nn.functional.one_hot(carry["action"], 3).float()
-            told = torch.cat([told, step.reward[:, None]], 1) * (~step.first)[:, None]
+            extra = torch.nn.functional.one_hot(carry["action"], 3).float()
+            extra = torch.cat([extra, step.reward[:, None]], 1) * (~step.first)[:, None]
         with torch.inference_mode():
             act = algorithm.act(net, step, carry, torch.zeros(2))
         assert torch.equal(act.record["core"], carry["core"])
-        assert torch.equal(act.record["previous"], told)
+        assert torch.equal(act.record["previous"], extra)
         assert torch.equal(act.carry["action"], act.action)
         carry = act.carry
 

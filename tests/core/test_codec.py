@@ -137,7 +137,7 @@ def test_without_deltas_int8_is_the_nearest_of_255_steps_of_each_channel_with_th
         target = weights["torso"]["dense"] + error
         for row, wanted in zip(dense, target, strict=True):
             share, exponent = np.frexp(np.abs(wanted).max() / 127)
-            step = np.ceil(share * 256) / 256 * 2.0**exponent  # told in 16 bits, 8 of them for this share
+            step = np.ceil(share * 256) / 256 * 2.0**exponent  # sent in 16 bits, 8 of them for this share
             np.testing.assert_allclose(row, np.rint(wanted / step) * step, atol=1e-6)
         error = target - dense
 

@@ -50,9 +50,9 @@ def a_batch(first: torch.Tensor) -> Batch:
 def test_shapes(observation, settings, dueling, quantiles, hidden, extra):
     spec = Spec(OBSERVATIONS[observation], ActionSpec(4))
     net = QNetwork(Architecture(hidden=(8,), **settings), spec, dueling, quantiles, hidden, extra)
-    told = torch.randn(3, 2, extra) if extra else None
+    extra = torch.randn(3, 2, extra) if extra else None
     none = torch.zeros(3, 2, dtype=torch.bool)
-    values, state = net(observe(spec.observation, 3, 2), none, net.initial_state(2), told)
+    values, state = net(observe(spec.observation, 3, 2), none, net.initial_state(2), extra)
     assert values.shape == (3, 2, 4, quantiles)
     assert (None if state is None else state.shape) == ((2, 12) if "lstm" in settings else None)
 
@@ -104,11 +104,11 @@ def test_the_value_of_a_step_is_the_mean_of_its_quantiles():
 
 def test_what_it_is_told_beside_the_observation_reaches_the_values_of_its_own_step():
     net = QNetwork(Architecture(hidden=(8,)), Spec(VECTOR, ActionSpec(3)), dueling=True, extra=2)
-    told = torch.randn(4, 3, 2, requires_grad=True)
-    net(observe(VECTOR, 4, 3), torch.zeros(4, 3, dtype=torch.bool), None, told)[0][2, 1].sum().backward()
+    extra = torch.randn(4, 3, 2, requires_grad=True)
+    net(observe(VECTOR, 4, 3), torch.zeros(4, 3, dtype=torch.bool), None, extra)[0][2, 1].sum().backward()
     where = torch.zeros(4, 3, dtype=torch.bool)
     where[2, 1] = True
-    assert torch.equal(told.grad.abs().sum(-1) > 0, where)
+    assert torch.equal(extra.grad.abs().sum(-1) > 0, where)
 
 
 def test_continuous_actions_and_a_missing_memory_are_refused():
@@ -198,20 +198,20 @@ def test_steps_after_the_burn_in_are_learned_from_and_all_of_an_opening(burn_in)
 @pytest.mark.parametrize("burn_in", [0, 1, 3, 7])
 def test_unrolling_in_two_parts_is_as_in_one(burn_in):
     net = QNetwork(Architecture(hidden=(8,), lstm=6), Spec(VECTOR, ActionSpec(3)), dueling=True, extra=2)
-    batch, told, state = a_batch(FIRST), torch.randn(9, 4, 2), torch.randn(4, 12)
-    whole, _ = net(batch.observation, batch.first, state, told)
-    torch.testing.assert_close(unroll(net, batch, state, told, burn_in), whole)
-    assert not torch.allclose(unroll(net, batch, 0 * state, told, burn_in)[:, [0, 2]], whole[:, [0, 2]])
+    batch, extra, state = a_batch(FIRST), torch.randn(9, 4, 2), torch.randn(4, 12)
+    whole, _ = net(batch.observation, batch.first, state, extra)
+    torch.testing.assert_close(unroll(net, batch, state, extra, burn_in), whole)
+    assert not torch.allclose(unroll(net, batch, 0 * state, extra, burn_in)[:, [0, 2]], whole[:, [0, 2]])
 
 
 @pytest.mark.parametrize("burn_in", [1, 3])
 def test_no_gradient_reaches_the_burn_in_but_of_an_opening(burn_in):
     net = QNetwork(Architecture(hidden=(8,), lstm=6), Spec(VECTOR, ActionSpec(3)), dueling=True, extra=2)
     batch = a_batch(FIRST)
-    told, state = torch.randn(9, 4, 2, requires_grad=True), torch.randn(4, 12, requires_grad=True)
-    values = unroll(net, batch, state, told, burn_in)
+    extra, state = torch.randn(9, 4, 2, requires_grad=True), torch.randn(4, 12, requires_grad=True)
+    values = unroll(net, batch, state, extra, burn_in)
     (values[:-1].sum((2, 3)) * trained(batch, burn_in)).sum().backward()
-    reached = told.grad.abs().sum(-1) > 0
+    reached = extra.grad.abs().sum(-1) > 0
     for item in range(4):
         for t in range(9):
             valid = t < 8 and not FIRST[t + 1, item]

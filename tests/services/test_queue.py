@@ -34,11 +34,11 @@ def names(batch) -> list[int] | None:
     """Which items a batch holds, after a check that it holds them whole."""
     if batch is None:
         return None
-    told = batch["record"]["core"][0]
-    assert (batch["observation"]["vector"] == told[None, :, None]).all()
-    assert (batch["reward"] == told).all()
+    found = batch["record"]["core"][0]
+    assert (batch["observation"]["vector"] == found[None, :, None]).all()
+    assert (batch["reward"] == found).all()
     assert not batch["first"].any()
-    return told.tolist()
+    return found.tolist()
 
 
 def test_first_in_first_out_across_puts():
@@ -264,7 +264,7 @@ def test_experience_that_makes_no_sense_is_refused_counted_and_its_sender_named(
     assert names(queue.get(2)) == [1, 3]
 
 
-def test_where_nothing_good_comes_the_sender_is_told():
+def test_where_nothing_good_comes_it_is_an_error():
     """Else everyone would wait for ever for a batch that cannot come."""
     queue = Queue(4)
     bad = {**items(1), "reward": np.full((3, 1), np.nan, np.float32)}

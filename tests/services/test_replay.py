@@ -44,11 +44,11 @@ def replay(capacity: int = 10, batch: int = 4, **more: Any) -> Replay:
 
 def names(batch: Any) -> Any:
     """Which items a batch holds, after a check that it holds them whole."""
-    told = batch["action"][0]
-    assert (batch["observation"]["vector"] == told[None, :, None]).all()
-    assert (batch["reward"] == told).all()
+    found = batch["action"][0]
+    assert (batch["observation"]["vector"] == found[None, :, None]).all()
+    assert (batch["reward"] == found).all()
     assert batch["first"].shape[1] == len(batch["key"]) == len(batch["weight"])
-    return told
+    return found
 
 
 # --- sums
@@ -122,8 +122,8 @@ def test_weights_make_up_for_priorities_and_are_at_most_one() -> None:
         batch = store.get(64, beta=beta)
         assert batch is not None
         wanted = (4 * priority / priority.sum()) ** -beta
-        told = wanted[names(batch)]
-        assert batch["weight"] == pytest.approx(told / told.max(), rel=1e-4)
+        weights = wanted[names(batch)]
+        assert batch["weight"] == pytest.approx(weights / weights.max(), rel=1e-4)
         assert batch["weight"].max() == 1.0
         assert batch["weight"].dtype == np.float32
 

@@ -34,12 +34,12 @@ class Stream:
     def play(self, packer: Sequences | Transitions) -> Iterator[Any]:
         """Let the packer see it, and yield what each instant completes."""
         for now, version in enumerate(self.version):
-            told = map_tree(lambda x, now=now: x[now].copy(), vars(self) | {"version": self.version[:, None]})
-            step = Step(told["observation"], told["reward"], told["discount"], told["first"])
+            row = map_tree(lambda x, now=now: x[now].copy(), vars(self) | {"version": self.version[:, None]})
+            step = Step(row["observation"], row["reward"], row["discount"], row["first"])
             items = packer.observe(step)
             yield None if items is None else map_tree(np.copy, items)  # they are valid until the next choice only
-            packer.choose(told["action"], told["record"], int(version))
-            for leaf in leaves(told):
+            packer.choose(row["action"], row["record"], int(version))
+            for leaf in leaves(row):
                 leaf.fill(77)  # environments use their memory again
 
 
@@ -105,11 +105,11 @@ def reference_sequences(stream: Stream, experience: Sequence, column: int) -> It
     length, overlap = experience.length, experience.overlap
     whole = [(0, len(stream.first) - 1, False)]
     for begin, end, closed in whole if experience.across else episodes(stream.first[:, column]):
-        start, told = begin, begin  # told: the last instant that was handed out
+        start, emitted = begin, begin  # emitted: the last instant that was returned
         while start + length <= end:
             yield start + length, sequence(stream, experience, column, start, start + length)
-            start, told = start + length - overlap, start + length
-        if closed and end > told:
+            start, emitted = start + length - overlap, start + length
+        if closed and end > emitted:
             yield end + 1, sequence(stream, experience, column, start, end)
 
 
