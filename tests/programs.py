@@ -48,7 +48,7 @@ def outcome(run: shoal.Run) -> Any:
 
 
 class Misaligned(Exception):
-    """Experience that is not what the counting world said."""
+    """Experience that is not what the counting environment showed."""
 
 
 def demand(fact: Tensor, what: str) -> None:
