@@ -9,7 +9,7 @@ import numpy as np
 
 from shoal.core.codec import Codec, Sender
 from shoal.core.tree import map_tree, size_of
-from shoal.core.types import Array, Tree, immutable
+from shoal.core.types import Array, immutable
 
 
 def in_order(array: Array) -> Array:
@@ -27,7 +27,7 @@ class Parameters:
         self.answers: dict[int, dict[str, Any]] = {}  # of the newest version, by the version that the caller holds
         self.fetches = self.bytes = 0
 
-    def publish(self, version: int, steps: int, period: int, final: bool, weights: Tree) -> int:
+    def publish(self, version: int, steps: int, period: int, final: bool, weights: Mapping[str, Array]) -> int:
         """Replace the weights, and return the bytes sent so far; the learner may continue to change its own.
 
         A new period asks everyone to begin again, so that a run can continue exactly from the checkpoint before it.
@@ -46,8 +46,8 @@ class Parameters:
     def fetch(self, newer_than: int) -> Mapping[str, Any] | None:
         """The weights with their version and the steps they were trained for; None: the caller holds them.
 
-        A learner that went back to its checkpoint counts on from there, so who holds a later version gets this one.
-        Where a codec is at work they are a message for its receiver, which holds `newer_than`, or nothing: -1.
+        A learner that went back to its checkpoint counts on from there, so the holder of a later version gets this one.
+        With a codec they are a message for a receiver that holds version `newer_than`, or nothing: -1.
         """
         if self.newest is None or self.newest["version"] == newer_than:
             return None
@@ -62,12 +62,11 @@ class Parameters:
         return answer
 
     @immutable
-    def weights(self) -> Tree:
-        """The newest weights as everyone holds who fetched them; the final ones are exact."""
-        if self.sender is None:
-            assert self.newest is not None
-            return self.newest["weights"]  # type: ignore[no-any-return]
-        return self.sender.weights()
+    def weights(self) -> Mapping[str, Array]:
+        """The newest weights, as followers hold them after a fetch; the final ones are exact."""
+        assert self.newest is not None
+        weights: Mapping[str, Array] = self.newest["weights"] if self.sender is None else self.sender.weights()
+        return weights
 
     def status(self) -> Mapping[str, Any] | None:
         """What `fetch` would bring, without the weights, and how much it has brought so far."""

@@ -190,4 +190,4 @@ def shuffled(batch: Batch, epochs: int, minibatches: int) -> Iterator[Batch]:
 def first_priorities(algorithm: Algorithm[Any], net: nn.Module, items: Items, device: torch.device) -> Array:
     """Priorities of new items, by the loss that will set their later ones."""
     with torch.no_grad():
-        return algorithm.loss(net, net, fresh_batch(items, device)).priority.cpu().numpy()  # type: ignore[no-any-return]
+        return algorithm.loss(net, net, fresh_batch(items, device)).priority.cpu().numpy()

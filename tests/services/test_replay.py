@@ -348,7 +348,7 @@ def test_an_empty_one_has_nothing_to_keep_and_another_size_is_refused() -> None:
     assert store.settle() == {}
     store.restore({})
     store.put(items([1]))
-    with pytest.raises(Fatal, match=r"holds 10 items; replay\.capacity is 11"):
+    with pytest.raises(Fatal, match=r"capacity of 10 items; replay\.capacity is 11"):
         replay(11).restore(store.settle())
 
 
