@@ -19,7 +19,7 @@ def actors(seconds: float) -> dict[str, list[dict[str, Any]]]:
     random = np.random.default_rng(0)
     weights = {str(index): random.standard_normal(shape, np.float32) for index, shape in enumerate(NATURE)}
     rollout = {"observation": random.integers(0, 256, (20, 1, 4, 84, 84), np.uint8)}
-    engine = engines.make("ray", Options(homes=dict.fromkeys(("shelf", "rollouts", "parameters"), "resting")))
+    engine: Any = engines.make("ray", Options(homes=dict.fromkeys(("shelf", "rollouts", "parameters"), "resting")))
     try:
         ray = engine.ray
         shelf, queue = engine.serve("shelf", Shelf), engine.serve("rollouts", Shelf)

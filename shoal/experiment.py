@@ -7,14 +7,29 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, field_serializer, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    PlainValidator,
+    ValidationError,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 from shoal.algorithms import ALGORITHMS
 from shoal.algorithms import find as find_algorithm
-from shoal.core.algorithm import Algorithm
+from shoal.core.algorithm import (
+    Algorithm,
+    HasActorPriorities,
+    HasMaxLag,
+    HasReplay,
+    HasReplayRatio,
+    HasTopology,
+)
 from shoal.core.codec import Codec
 from shoal.core.errors import SettingsError, ShoalError, nearest
 from shoal.core.recipe import path_of
@@ -75,11 +90,31 @@ class Federation(Settings):
     round: int = Field(2_000, ge=1, description="Environment steps of a group between two exchanges of weights.")
 
 
+def as_algorithm(value: Any) -> Algorithm[Any]:
+    """Make an algorithm from its `name` and settings."""
+    if not isinstance(value, BaseModel):
+        if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+            raise ValueError(f"needs a name: {', '.join(ALGORITHMS)}, or your own as package.module:Class")
+        try:
+            found = find_algorithm(value["name"])
+        except ShoalError as error:
+            raise ValueError(str(error)) from None
+        if not issubclass(found, BaseModel):
+            raise ValueError(f"{value['name']} is not an algorithm: derive it from shoal.core.settings.Settings")
+        value = found.model_validate({key: item for key, item in value.items() if key != "name"})
+    missing = [name for name in vars(Algorithm) if not (name.startswith("_") or hasattr(value, name))]
+    if missing:
+        raise ValueError(f"{type(value).__name__} is not an algorithm: it has no {', '.join(missing)}")
+    return value  # type: ignore[no-any-return]
+
+
 class Experiment(Settings):
     """Everything that a run depends on."""
 
     environment: Environment = Field(description="The environment: `id`, and how it is treated.")
-    algorithm: Any = Field(description="The algorithm: `name` and its settings.")
+    algorithm: Annotated[Algorithm[Any], PlainValidator(as_algorithm)] = Field(
+        description="The algorithm: `name` and its settings."
+    )
     engine: str = Field(
         "processes", description="Where workers run: inline, threads, processes, ray, cluster, or your own."
     )
@@ -110,24 +145,6 @@ class Experiment(Settings):
     checkpoints: Saving = Field(default_factory=Saving, description="When checkpoints are saved and how many stay.")
     limits: Limits = Field(default_factory=Limits, description="How long is too long.")
     log_every: float = Field(2.0, gt=0, description="Seconds between lines of progress.")
-
-    @field_validator("algorithm", mode="before")
-    @classmethod
-    def _find_algorithm(cls, value: Any) -> Any:
-        if not isinstance(value, BaseModel):
-            if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
-                raise ValueError(f"needs a name: {', '.join(ALGORITHMS)}, or your own as package.module:Class")
-            try:
-                found = find_algorithm(value["name"])
-            except ShoalError as error:
-                raise ValueError(str(error)) from None
-            if not issubclass(found, BaseModel):
-                raise ValueError(f"{value['name']} is not an algorithm: derive it from shoal.core.settings.Settings")
-            value = found.model_validate({key: item for key, item in value.items() if key != "name"})
-        missing = [name for name in vars(Algorithm) if not (name.startswith("_") or hasattr(value, name))]
-        if missing:
-            raise ValueError(f"{type(value).__name__} is not an algorithm: it has no {', '.join(missing)}")
-        return value
 
     @field_serializer("algorithm")
     def _name_algorithm(self, algorithm: Any) -> Any:
@@ -170,7 +187,7 @@ class Experiment(Settings):
             raise ValueError("device cuda: gradient workers compute on the CPU, where their network is shared")
         if self.replay or self.shared:
             return self
-        self._fits_lag(self.algorithm.max_lag)
+        self._fits_lag(self.max_lag)
         # What waits is a multiple of both sizes' common divisor. Were it too much for one more put and still too little
         # for a batch, actors and learner would wait for each other.
         if self.envs - math.gcd(self.envs, self.batch_size) > (self.queue - 1) * self.batch_size:
@@ -198,13 +215,14 @@ class Experiment(Settings):
             raise ValueError(
                 f"algorithm.replay.minimum {replay.minimum} is never reached: capacity is {replay.capacity}"
             )
-        if hasattr(self.algorithm, "replay_ratio") and not self.shared:
+        if isinstance(self.algorithm, HasReplayRatio) and not self.shared:
             raise ValueError("algorithm.replay_ratio is for topology gradient_workers: a learner has one store only")
 
     @property
     def topology_name(self) -> str:
         """Who exists: a topology by its name."""
-        return self.topology or str(getattr(self.algorithm, "topology", "actors_and_learner"))
+        made_for = self.algorithm.topology if isinstance(self.algorithm, HasTopology) else "actors_and_learner"
+        return self.topology or made_for
 
     @property
     def shared(self) -> bool:
@@ -229,13 +247,18 @@ class Experiment(Settings):
     @property
     def learner_threads(self) -> int:
         """Torch threads of the learner: while actors wait, their cores are free."""
-        waits = self.algorithm.max_lag == 0 and not self.shared
+        waits = self.max_lag == 0 and not self.shared
         return self.threads or (cores() if waits else 1)
 
     @property
+    def max_lag(self) -> int | None:
+        """Most policy versions between acting and learning; 0: actors wait for the learner; None: unlimited."""
+        return self.algorithm.max_lag if isinstance(self.algorithm, HasMaxLag) else None
+
+    @property
     def replay(self) -> Replaying | None:
-        """How experience is kept and drawn again; none: every item is used once."""
-        return getattr(self.algorithm, "replay", None)
+        """How experience is kept and drawn again; None: every item is used once."""
+        return self.algorithm.replay if isinstance(self.algorithm, HasReplay) else None
 
     @property
     def chunk(self) -> int:
@@ -250,9 +273,10 @@ class Experiment(Settings):
         return self.replay.refresh if self.replay else 1
 
     @property
-    def judged_by_actors(self) -> bool:
-        """Whether actors give new items their first priority."""
-        return bool(self.replay and self.replay.alpha and getattr(self.algorithm, "actor_priorities", False))
+    def actor_priorities(self) -> bool:
+        """Whether actors compute the first priority of new items."""
+        wanted = isinstance(self.algorithm, HasActorPriorities) and self.algorithm.actor_priorities
+        return bool(wanted and self.replay and self.replay.alpha)
 
     @property
     def checkpoint_interval(self) -> int:

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal import envs
 from shoal.core.errors import SettingsError
 from shoal.core.tree import to_torch
 from shoal.core.types import Step
+from shoal.envs import make
 from shoal.experiment import Experiment, load_of
 from shoal.runs import checkpoint, directory
-from shoal.workers.policy import Follower
-from shoal.workers.snapshot import load_weights
+from shoal.workers.follower import Follower
+from shoal.workers.saving import load_weights
 
 
 class Policy:
@@ -26,11 +26,11 @@ class Policy:
         self.experiment, self.path = experiment, path
         saved = checkpoint.read(path, ("weights",))  # not the replay, which may be large
         self.state = saved["state"]
-        worlds = envs.make(experiment.environment, 1, seed=0)
+        envs = make(experiment.environment, 1, seed=0)
         try:
-            self.spec, self._encode, self._decode = worlds.spec, worlds.encode, worlds.decode
+            self.spec, self._encode, self._decode = envs.spec, envs.encode, envs.decode
         finally:
-            worlds.close()
+            envs.close()
         self.follower = Follower(experiment.algorithm, self.spec, device)
         load_weights(self.follower.net, saved["weights"])
         self.reset()

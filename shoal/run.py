@@ -18,6 +18,7 @@ from shoal.runs import checkpoint, directory, metrics
 from shoal.runs.directory import locate
 
 if TYPE_CHECKING:
+    from shoal.envs import Envs
     from shoal.policy import Policy
 
 log = logging.getLogger("shoal")
@@ -118,23 +119,23 @@ class Run:
         told: Callable[[int], None] = lambda done: None,
     ) -> Score:
         """Play whole episodes without exploration; `told` hears how many have ended."""
-        from shoal import envs
         from shoal.core.randomness import derive, seed_everything
         from shoal.display.plots import distribution
         from shoal.display.statistics import describe
+        from shoal.envs import Episode, make
         from shoal.workers.evaluator import WIDEST, play, summarise
 
         directory.check_links(self.directory)
         policy = self.policy(checkpoint)
         seed_everything(derive(seed, "evaluation"))
         limit, environment = self.experiment.evaluation.max_steps, self.experiment.environment
-        worlds = envs.make(environment, min(episodes, WIDEST), derive(seed, "worlds"), evaluation=True, limit=limit)
-        ended: list[envs.Episode] = []
+        envs = make(environment, min(episodes, WIDEST), derive(seed, "worlds"), evaluation=True, limit=limit)
+        ended: list[Episode] = []
         try:
-            for ended in play(self.experiment.algorithm, policy.follower, worlds, episodes):
+            for ended in play(self.experiment.algorithm, policy.follower, envs, episodes):
                 told(len(ended))
         finally:
-            worlds.close()
+            envs.close()
         result = summarise(policy.steps, ended)
         name = f"{self.title} · {policy.path.name}"
         path = self.directory / "plots" / f"returns_{policy.path.name}.png"
@@ -160,17 +161,17 @@ class Run:
         policy = self.policy(checkpoint)
         path = Path(video) if video else self.directory / "videos" / f"{policy.path.name}.mp4"
         seed_everything(derive(seed, "play"))
-        worlds = self._filmed(seed)
+        envs = self._filmed(seed)
         try:
-            with Video(path, worlds.fps) as film:
-                for frames, _ in enumerate(play(self.experiment.algorithm, policy.follower, worlds, episodes), 1):
-                    film.add(worlds.render())
+            with Video(path, envs.fps) as film:
+                for frames, _ in enumerate(play(self.experiment.algorithm, policy.follower, envs, episodes), 1):
+                    film.add(envs.render())
                     told(frames)
-                    if frames >= seconds * worlds.fps:
+                    if frames >= seconds * envs.fps:
                         log.warning("the film ends after %g s, before its episodes do", seconds)
                         break
         finally:
-            worlds.close()
+            envs.close()
         return path
 
     def record(
@@ -179,25 +180,25 @@ class Run:
         """Write a film and a JSON of every episode: actions, rewards, and the values that the choice was made by."""
         from shoal.core.randomness import derive, seed_everything
         from shoal.workers.evaluator import play
-        from shoal.workers.rollout import Rollout
+        from shoal.workers.filming import EpisodeWriter
 
         policy, algorithm = self.policy(checkpoint), self.experiment.algorithm
         seed_everything(derive(seed, "play"))
-        worlds = self._filmed(seed)
+        envs = self._filmed(seed)
         try:
-            with Rollout(Path(folder), worlds.fps, algorithm, policy.follower.net) as rollout:
-                for ended in play(algorithm, policy.follower, worlds, episodes, rollout.chosen):
-                    rollout.show(worlds.render(), ended)
+            with EpisodeWriter(Path(folder), envs.fps, algorithm, policy.follower.net) as writer:
+                for ended in play(algorithm, policy.follower, envs, episodes, writer.chosen):
+                    writer.show(envs.render(), ended)
         finally:
-            worlds.close()
-        return rollout.written
+            envs.close()
+        return writer.written
 
-    def _filmed(self, seed: int) -> Any:
-        from shoal import envs
+    def _filmed(self, seed: int) -> Envs:
         from shoal.core.randomness import derive
+        from shoal.envs import make
 
         limit, environment = self.experiment.evaluation.max_steps, self.experiment.environment
-        return envs.make(environment, 1, derive(seed, "film"), evaluation=True, render=True, limit=limit)
+        return make(environment, 1, derive(seed, "film"), evaluation=True, render=True, limit=limit)
 
     def plot(self, path: str | Path | None = None) -> Picture:
         """Draw its learning curve and its metrics over time."""

@@ -14,7 +14,7 @@ from shoal.core.errors import SettingsError, nearest
 from shoal.core.randomness import derive
 from shoal.core.recipe import describe, path_of
 from shoal.core.tree import map_tree
-from shoal.core.types import Spec
+from shoal.core.types import Engine, Spec, Store
 from shoal.engines.options import Machines, Options, Room
 from shoal.experiment import Experiment
 from shoal.services.averager import Averager
@@ -40,9 +40,9 @@ MODULES = (
 def options(experiment: Experiment, resumed_at: int = 0) -> Options:
     """Placement and limits: what a learner works with lives with it, so only actors' calls travel.
 
-    What gradient workers work with is in shared memory or in the head, so that none of them matters.
+    What gradient workers work with is in shared memory or in the head, so that any of them may die.
     """
-    # A resumed run must not draw again what it drew at first; under lockstep, periods see to that.
+    # A resumed run must not draw the same random numbers again; under lockstep, periods take care of that.
     again = resumed_at and not experiment.lockstep
     return Options(
         seed=derive(experiment.seed, "resumed", resumed_at) if again else experiment.seed,
@@ -60,8 +60,8 @@ def options(experiment: Experiment, resumed_at: int = 0) -> Options:
 
 
 def room(experiment: Experiment) -> Room:
-    """What the workers ask of a Ray cluster: a learner that computes on a GPU asks for one, unless told otherwise."""
-    from shoal.workers.policy import pick_device
+    """What the workers ask of a Ray cluster: by default a learner that computes on a GPU asks for one."""
+    from shoal.workers.model import pick_device
 
     asked = experiment.ray
     leads = {"federated": "overseer", "actors_and_learner": "learner"}.get(experiment.topology_name)
@@ -113,7 +113,7 @@ def groups(experiment: Experiment) -> list[str]:
 
 
 def players(experiment: Experiment) -> list[str]:
-    """The names of the workers that play: actors, or gradient workers."""
+    """The names of the workers that act: actors, or gradient workers."""
     kind = "gradient" if experiment.shared else "actor"
     names = [f"{kind}-{index}" for index in range(experiment.actor_count)]
     if experiment.topology_name == "federated":
@@ -121,41 +121,43 @@ def players(experiment: Experiment) -> list[str]:
     return names
 
 
-def serve_store(experiment: Experiment, engine: Any, name: str = "store") -> Any:
+def serve_store(experiment: Experiment, engine: Engine, name: str = "store") -> Store:
     """A queue where every item is used once, a replay where it is drawn again."""
     spec = envs.spec_of(experiment.environment)
     choices = spec.action.size if spec.action.discrete else 0
-    size, max_lag = experiment.batch_size, experiment.algorithm.max_lag
+    size, lockstep = experiment.batch_size, experiment.lockstep
+    store: Store
     if experiment.replay is None:
-        return engine.serve(name, Queue, experiment.queue * size, size, max_lag, choices, experiment.lockstep)
-    return engine.serve(name, Replay, experiment.replay, size, *replay_shape(experiment, spec), choices)
+        store = engine.serve(name, Queue, experiment.queue * size, size, experiment.max_lag, choices, lockstep)
+    else:
+        store = engine.serve(name, Replay, experiment.replay, size, *replay_shape(experiment, spec), choices)
+    return store
 
 
 def replay_shape(experiment: Experiment, spec: Spec) -> tuple[int, Any]:
-    """The overlap of items, and the instants in each observation, by which a replay knows what is new."""
+    """The overlap of items, and the instants in each observation: from these a replay knows what is new."""
     stack = map_tree(lambda leaf: leaf.stack, spec.observation)
-    return getattr(experiment.algorithm.experience, "overlap", 0), stack
+    return experiment.algorithm.experience.overlap, stack
 
 
 @dataclass(frozen=True)
 class Desk:
     """The services that every run has."""
 
-    journal: Any
-    parameters: Any
-    checkpoints: Any
+    journal: Journal
+    parameters: Parameters
+    checkpoints: Checkpoints
 
 
-def start(experiment: Experiment, engine: Any, run: Path, state: Mapping[str, Any]) -> tuple[Any, Any, list[str]]:
+def start(
+    experiment: Experiment, engine: Engine, run: Path, state: Mapping[str, Any]
+) -> tuple[Journal, Parameters, list[str]]:
     """Start everyone; returns the journal, the weights, and the workers whose end is the run's.
 
-    `state` is that of the checkpoint from which the run goes on, empty at its beginning.
+    `state` is that of the checkpoint from which the run continues, empty at its beginning.
     """
     from shoal.workers.evaluator import evaluate
 
-    if experiment.shared and not engine.shares:
-        topology = experiment.topology_name
-        raise SettingsError(f"engine {experiment.engine} has no shared memory, which topology {topology} needs")
     desk = Desk(
         engine.serve("journal", Journal, experiment.evaluation.target, state.get("journal")),
         engine.serve("parameters", Parameters, experiment.weights),
@@ -167,7 +169,7 @@ def start(experiment: Experiment, engine: Any, run: Path, state: Mapping[str, An
     return desk.journal, desk.parameters, [last, "evaluator"]
 
 
-def actors_and_learner(experiment: Experiment, engine: Any, run: Path, state: Mapping[str, Any], desk: Desk) -> str:
+def actors_and_learner(experiment: Experiment, engine: Engine, run: Path, state: Mapping[str, Any], desk: Desk) -> str:
     """Actors fill a store, a learner takes from it; returns who ends last, as the others do."""
     from shoal.workers.actor import act
     from shoal.workers.learner import learn
@@ -179,33 +181,35 @@ def actors_and_learner(experiment: Experiment, engine: Any, run: Path, state: Ma
     return "learner"
 
 
-def gradient_workers(experiment: Experiment, engine: Any, run: Path, state: Mapping[str, Any], desk: Desk) -> str:
-    """Every worker plays and learns, on one network and one optimizer in shared memory."""
+def gradient_workers(experiment: Experiment, engine: Engine, run: Path, state: Mapping[str, Any], desk: Desk) -> str:
+    """Every worker acts and learns, on one network and one optimizer in shared memory."""
     from shoal.workers.gradient import gradient
-    from shoal.workers.shared import contents
+    from shoal.workers.shared_model import initial_block
 
+    check_shared_memory(experiment, engine)
     store = serve_store(experiment, engine) if experiment.replay else None
     saved = desk.checkpoints.load(experiment.lockstep)
     if store is not None and saved is not None:
         store.restore(saved.get("store", {}))
-    block = engine.share("block", contents(experiment, saved))
+    block = engine.share("block", initial_block(experiment, saved))
     given = (block, desk.parameters, desk.journal, desk.checkpoints, store)
     for index, name in enumerate(players(experiment)):
         engine.run(name, gradient, experiment, index, *given)
     return players(experiment)[-1]
 
 
-def federated(experiment: Experiment, engine: Any, run: Path, state: Mapping[str, Any], desk: Desk) -> str:
+def federated(experiment: Experiment, engine: Engine, run: Path, state: Mapping[str, Any], desk: Desk) -> str:
     """Groups of gradient workers learn apart, each on one machine, and merge their networks now and then."""
-    from shoal.workers.federate import oversee
+    from shoal.workers.federation import oversee
     from shoal.workers.gradient import gradient
-    from shoal.workers.shared import contents
+    from shoal.workers.shared_model import initial_block
 
+    check_shared_memory(experiment, engine)
     saved = Checkpoints(str(run.resolve()), experiment.checkpoints.keep).load(experiment.lockstep)
-    tree = contents(experiment, saved)
+    tree = initial_block(experiment, saved)
     weights = {name.removeprefix("net/"): array for name, array in tree.items() if name.startswith("net/")}
     begun = [int(tree[name].sum()) for name in ("steps", "updates")]
-    most = experiment.steps + PLENTY  # of one change: a group may run on for a while where it cannot reach the others
+    most = experiment.steps + PLENTY  # of one change: a group that cannot reach the others continues for a while
     averager = engine.serve("averager", Averager, weights, experiment.weights, *begun, most)
     engine.run("overseer", oversee, experiment, averager, desk.parameters, desk.journal, desk.checkpoints)
     for name in ("steps", "updates"):  # each group counts its own
@@ -217,6 +221,13 @@ def federated(experiment: Experiment, engine: Any, run: Path, state: Mapping[str
         for index in range(experiment.actor_count):
             engine.run(f"{group}/gradient-{index}", gradient, experiment, index, *given)
     return "overseer"
+
+
+def check_shared_memory(experiment: Experiment, engine: Engine) -> None:
+    """Refuse an engine without memory that workers can share."""
+    if not engine.shares:
+        topology = experiment.topology_name
+        raise SettingsError(f"engine {experiment.engine} has no shared memory, which topology {topology} needs")
 
 
 TOPOLOGIES = {

@@ -19,11 +19,12 @@ from shoal import engines, envs, topology
 from shoal.core.errors import Fatal, SettingsError, ShoalError
 from shoal.core.settings import Replaying
 from shoal.core.tree import map_tree, to_numpy, to_torch
-from shoal.core.types import INTERRUPTED, Spec, Step
+from shoal.core.types import INTERRUPTED, Engine, Spec, Step
 from shoal.display import console
 from shoal.experiment import Experiment, as_yaml, read, validate
 from shoal.run import Run
 from shoal.runs import checkpoint, directory, metrics, provenance
+from shoal.services.journal import Journal
 from shoal.services.replay import Replay
 from shoal.topology import replay_shape
 from shoal.workers.recorder import shares
@@ -144,7 +145,7 @@ def carry_out(experiment: Experiment, begun: Any, folder: Path, state: Mapping[s
         return run
 
 
-def ask_to_end(engine: Any, journal: Any) -> None:
+def ask_to_end(engine: Engine, journal: Journal) -> None:
     """Let the run end in order, and nothing that is stuck delay it for long."""
     engine.hurry()
     journal.stop(INTERRUPTED)
@@ -237,8 +238,7 @@ def check_memory(experiment: Experiment, replay: Replaying) -> None:
 def item_bytes(experiment: Experiment, replay: Replaying, spec: Spec) -> float:
     """Bytes that one item takes, measured on a small replay of items as this algorithm records them."""
     algorithm = experiment.algorithm
-    length = getattr(algorithm.experience, "length", 1)
-    initial = getattr(algorithm.experience, "initial", ())
+    length, initial = algorithm.experience.length, algorithm.experience.initial
     net = algorithm.build(spec)
     seen = map_tree(lambda leaf: np.zeros((1, *leaf.shape), leaf.dtype), spec.observation)
     step = Step(seen, np.zeros(1, np.float32), np.ones(1, np.float32), np.ones(1, np.bool_))

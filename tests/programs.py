@@ -49,7 +49,7 @@ def outcome(run: shoal.Run) -> Any:
 
 
 class Misaligned(Exception):
-    """Experience that is not what the counting world said."""
+    """Experience that is not what the counting environment showed."""
 
 
 def demand(fact: Tensor, what: str) -> None:
@@ -61,13 +61,11 @@ def demand(fact: Tensor, what: str) -> None:
 class Checker(Settings):
     """Acts by the count it sees, and its loss checks with whole numbers that every part stands at its time."""
 
-    length: int = Field(5, description="Length of the counting world's episodes.")
+    length: int = Field(5, description="Length of the counting environment's episodes.")
     truncates: bool = Field(False, description="Whether they are cut off.")
     kind: str = Field("sequence", description="sequence, padded or nstep.")
     lr: Schedule = Field(Schedule(start=0.1, shape="constant"), description="Unused.")
     batch: int | None = Field(4, description="Items per update.")
-    epochs: int = Field(1, description="Passes.")
-    minibatches: int = Field(1, description="Pieces.")
     clip_norm: float | None = Field(None, description="None.")
     max_lag: int | None = Field(None, description="Any.")
 

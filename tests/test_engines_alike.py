@@ -47,8 +47,8 @@ def test_lockstep_gives_the_same_bits_on_every_engine_by_every_link(
     }
     lines = [f"{algorithm:20} {'steps':>6} {'updates':>8} {'episodes':>9}  weights (SHA-256)"]
     for name, run in runs.items():
-        told = f"{run['steps']:>6} {run['updates']:>8} {run['episodes']:>9}  {run['weights_sha256']}"
-        lines.append(f"{name:20} {told}")
+        figures = f"{run['steps']:>6} {run['updates']:>8} {run['episodes']:>9}  {run['weights_sha256']}"
+        lines.append(f"{name:20} {figures}")
     record_property("table", "\n".join(lines))
     facts = [[run[key] for key in ("weights_sha256", "steps", "updates", "episodes")] for run in runs.values()]
     assert all(fact == facts[0] for fact in facts)

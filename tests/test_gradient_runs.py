@@ -151,7 +151,9 @@ def test_a_killed_worker_is_replaced_and_the_run_ends_solved(command: Any, victi
     summary = json.loads((run / "summary.json").read_text())
     assert summary["solved"]
     assert summary["workers"][victim]["restarts"] == 1
-    others = [told["restarts"] for name, told in summary["workers"].items() if name != victim and "restarts" in told]
+    others = [
+        worker["restarts"] for name, worker in summary["workers"].items() if name != victim and "restarts" in worker
+    ]
     assert not any(others)
 
 

@@ -32,7 +32,7 @@ def test_a_batch_may_take_several_rollouts_of_every_actor(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("engine", "max_lag"), [("inline", 0), ("inline", 2), ("processes", 2), long("threads", 0)])
-def test_no_batch_is_older_than_allowed_and_both_ages_are_told(engine: str, max_lag: int, tmp_path: Path) -> None:
+def test_no_batch_is_older_than_allowed_and_both_ages_are_reported(engine: str, max_lag: int, tmp_path: Path) -> None:
     algorithm = {"name": "ppo", "unroll": 4, "batch": 4, "max_lag": max_lag, "network": {"hidden": [8]}}
     settings = {"environment": {"id": "CartPole-v1"}, "actors": 3, "envs": 2, "steps": 1_500, "threads": 1}
     settings |= {"algorithm": algorithm, "engine": engine, "evaluation": {"episodes": 1}, "log_every": 0.01}

@@ -101,7 +101,7 @@ def test_no_checkpoint_holds_a_number_that_is_none(tmp_path: Path) -> None:
     good = {"weights": {"w": np.ones(2)}, "optimizer": {}, "state": {"steps": 1, "scheduled": True, "mean": 1.0}}
     assert service.save(good) == service.save_best(good) == ""
     bad = {**good, "weights": {"w": np.array([1.0, np.nan])}, "state": {"steps": 2, "scheduled": True, "mean": 2.0}}
-    assert service.save(bad) == "checkpoint step_2 was not saved: weights.w holds nan; the one before stays"
+    assert service.save(bad) == "checkpoint step_2 was not saved: weights.w holds nan; the previous one is kept"
     assert "not saved" in service.save_best(bad)
     assert "not saved" in service.save(
         {**bad, "weights": good["weights"], "optimizer": {"0.square": np.full(1, np.inf)}}

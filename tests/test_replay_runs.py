@@ -40,7 +40,7 @@ def test_ngu_reaches_the_far_end_and_r2d2_does_not(tmp_path: Path) -> None:
     ngu = shoal.train(CONFIGS / "ngu_chain.yaml", tmp_path / "ngu")
     assert ngu.solved
     same = {key: value for key, value in ngu.experiment.algorithm.model_dump(mode="json").items()
-            if key in ("lr", "batch", "gamma", "n", "unroll", "burn_in", "overlap", "target_every", "adam_epsilon",
+            if key in ("lr", "batch", "gamma", "n", "unroll", "burn_in", "overlap", "target_every", "optimizer_epsilon",
                        "replay", "head", "network", "epsilon_spread")}  # fmt: skip
     changes = {"algorithm": {"name": "r2d2", **same}, "steps": 25_000}
     r2d2 = shoal.train(CONFIGS / "ngu_chain.yaml", tmp_path / "r2d2", **changes)
@@ -135,14 +135,14 @@ def test_overlap_must_cover_the_burn_in() -> None:
         shoal.configure(settings("r2d2"), **{"algorithm.overlap": 2})
 
 
-def test_rollouts_tell_actions_rewards_and_values(tmp_path: Path) -> None:
+def test_recordings_hold_actions_rewards_and_values(tmp_path: Path) -> None:
     run = shoal.train(settings("ngu", engine="inline", environment={"id": "Catch"}, steps=300), tmp_path / "run")
     written = run.record(tmp_path / "rollouts", episodes=2)
     assert [path.name for path in written] == ["episode_1.mp4", "episode_1.json", "episode_2.mp4", "episode_2.json"]
     for path in written[1::2]:
-        told = json.loads(path.read_text())
-        assert len(told["steps"]) == told["length"] == 9
-        assert sum(step["reward"] for step in told["steps"]) == told["score"]
-        for step in told["steps"]:
+        episode = json.loads(path.read_text())
+        assert len(episode["steps"]) == episode["length"] == 9
+        assert sum(step["reward"] for step in episode["steps"]) == episode["score"]
+        for step in episode["steps"]:
             assert {*step} == {"action", "reward", "novelty", "arm", "q_extrinsic", "q_intrinsic"}
             assert len(step["q_extrinsic"]) == 3

@@ -32,8 +32,8 @@ ALGORITHMS = {
 
 def settings(algorithm: str, **more: Any) -> dict[str, Any]:
     """A small run with a recurrent network and normalisers."""
-    world = {"id": "CartPole-v1" if algorithm == "impala" else "Pendulum-v1"}
-    return small(ALGORITHMS[algorithm], **{"environment": world, "steps": 700, **more})
+    environment = {"id": "CartPole-v1" if algorithm == "impala" else "Pendulum-v1"}
+    return small(ALGORITHMS[algorithm], **{"environment": environment, "steps": 700, **more})
 
 
 PAIRS = [*((engine, "impala") for engine in QUICK), ("inline", "ppo"), ("processes", "ppo")]
@@ -136,9 +136,9 @@ def test_a_stop_saves_where_it_is(command: Any, tmp_path: Path) -> None:
 
 
 def test_the_clock_makes_a_checkpoint_due_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from shoal.workers import learner
+    from shoal.workers import saving
 
-    monkeypatch.setattr(learner, "LONGEST", 0.0)
+    monkeypatch.setattr(saving, "LONGEST", 0.0)
     run = shoal.train(settings("ppo", engine="inline", checkpoints={"every": 10**6, "keep": 99}), tmp_path / "run")
     assert len(checkpoint.paths(run.directory)) > 10
 
@@ -220,7 +220,9 @@ def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     words = [tmp_path / "disk", sys.executable, tmp_path / "experiment.yaml", tmp_path / "copy"]
     done = in_namespace(SMALL_DISK, *words)
-    assert "could not be saved: No space left on device; the one before stays, training goes on" in done.stderr
+    assert (
+        "could not be saved: No space left on device; the previous one is kept, and training continues" in done.stderr
+    )
     assert "1,6" in done.stdout  # hundred steps: it went on to the end
     saved = checkpoint.paths(tmp_path / "copy")
     assert len(saved) > 1

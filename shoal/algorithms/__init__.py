@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.core import recipe
 from shoal.core.errors import ShoalError, nearest
@@ -16,6 +16,30 @@ ALGORITHMS: dict[str, str] = {
     "ppo": "shoal.algorithms.ppo:Ppo",
     "r2d2": "shoal.algorithms.r2d2:R2d2",
 }
+
+
+if TYPE_CHECKING:  # mypy checks that each is an algorithm, and which hooks it has
+    from shoal.algorithms.a3c import A3c
+    from shoal.algorithms.apex_dqn import ApexDqn
+    from shoal.algorithms.dqn import Dqn
+    from shoal.algorithms.impala import Impala
+    from shoal.algorithms.ngu import Ngu
+    from shoal.algorithms.ppo import Ppo
+    from shoal.algorithms.r2d2 import R2d2
+    from shoal.core import algorithm
+
+    _all: tuple[type[algorithm.Algorithm[Any]], ...] = (A3c, ApexDqn, Dqn, Impala, Ngu, Ppo, R2d2)
+    _epochs: tuple[type[algorithm.HasEpochs], ...] = (Impala, Ppo)
+    _minibatches: tuple[type[algorithm.HasMinibatches], ...] = (Impala, Ppo)
+    _max_lag: tuple[type[algorithm.HasMaxLag], ...] = (A3c, Impala, Ppo)
+    _target: tuple[type[algorithm.HasTarget], ...] = (ApexDqn, Dqn, Ngu, R2d2)
+    _replay: tuple[type[algorithm.HasReplay], ...] = (A3c, ApexDqn, Dqn, Ngu, R2d2)
+    _replay_ratio: tuple[type[algorithm.HasReplayRatio], ...] = (A3c,)
+    _actor_priorities: tuple[type[algorithm.HasActorPriorities], ...] = (ApexDqn, Dqn, Ngu, R2d2)
+    _capture: tuple[type[algorithm.HasCapture], ...] = (ApexDqn, Dqn)
+    _topology: tuple[type[algorithm.HasTopology], ...] = (A3c,)
+    _values: tuple[type[algorithm.HasValues], ...] = (ApexDqn, Dqn, R2d2)
+    _choices: tuple[type[algorithm.HasChoices], ...] = (Ngu,)
 
 
 def find(name: str) -> type[Any]:

@@ -15,8 +15,7 @@ from shoal.losses.masking import masked_mean, time_mean
 from shoal.losses.policy import policy_gradient
 from shoal.losses.returns import vtrace
 from shoal.losses.value import explained_variance, squared_error
-from shoal.nets.actor_critic import ActorCritic, initial_core, raw_action
-from shoal.nets.torsos import Network
+from shoal.nets.actor_critic import ActorCritic, ActorCriticArchitecture, initial_core, raw_action
 
 
 class A3c(Settings):
@@ -35,12 +34,14 @@ class A3c(Settings):
     # Of half the squared error. The paper's algorithm S3 has the whole square, for a network of its own.
     value_cost: float = Field(1.0, ge=0, description="Weight of the value loss.")
     entropy_cost: Schedule = Field(Schedule(start=0.01, shape="constant"), description="Weight of the entropy bonus.")
-    # The paper names no bound; 0.5, and 1e-5 for epsilon, are those of OpenAI's A2C, whose loss is a mean as well.
-    clip_norm: float | None = Field(0.5, gt=0, description="Largest gradient norm; none: no bound.")
-    rule: Literal["rmsprop", "adam"] = Field("rmsprop", description="Update rule, with statistics that all share.")
-    epsilon: float = Field(1e-5, gt=0, description="Added to the update rule's denominator.")
+    # The paper names no bound; 0.5, and 1e-5 for optimizer_epsilon, are OpenAI's A2C's, whose loss is a mean as well.
+    clip_norm: float | None = Field(0.5, gt=0, description="Largest gradient norm; null: unlimited.")
+    rule: Literal["rmsprop", "adam"] = Field(
+        "rmsprop", description="Optimizer, with statistics that all workers share."
+    )
+    optimizer_epsilon: float = Field(1e-5, gt=0, description="Added to the optimizer's denominator.")
     decay: float = Field(0.99, ge=0, lt=1, description="Decay of RMSProp's mean square.")
-    replay: Replaying | None = Field(None, description="Sequences that all workers keep to learn again; none: no such.")
+    replay: Replaying | None = Field(None, description="A replay of sequences that all workers share; null: none.")
     # arXiv:1611.01224, section 5: 4 was best of those tried on Atari.
     replay_ratio: float = Field(4.0, ge=0, description="Updates from the replay after each fresh one, on average.")
     rho_bar: float = Field(1.0, gt=0, description="Bound of the importance ratio: which value is learnt.")
@@ -48,18 +49,18 @@ class A3c(Settings):
     distribution: Literal["clipped", "squashed"] = Field(
         "clipped", description="How a Gaussian keeps to the bounds of continuous actions."
     )
-    network: Network = Field(Network(), description="The network.")
+    network: ActorCriticArchitecture = Field(ActorCriticArchitecture(), description="The network.")
 
     topology: ClassVar[str] = "gradient_workers"
     batch: ClassVar[int | None] = None  # one sequence from every environment of a worker
-    epochs: ClassVar[int] = 1
-    minibatches: ClassVar[int] = 1
     max_lag: ClassVar[int | None] = 0  # with actors and a learner, all wait for each other: that is A2C
 
     @model_validator(mode="after")
     def _one_ratio(self) -> Self:
         if self.replay is not None and self.replay.samples_per_insert is not None:
-            raise ValueError("replay.samples_per_insert: here replay_ratio says how often experience is learnt again")
+            raise ValueError(
+                "replay.samples_per_insert: set replay_ratio instead, which is how often experience is replayed"
+            )
         return self
 
     @property
@@ -74,8 +75,8 @@ class A3c(Settings):
     def optimizer(self, net: ActorCritic) -> Optimizer:
         """Make the optimizer; all parameters at once is faster than one by one."""
         if self.rule == "adam":
-            return torch.optim.Adam(net.parameters(), self.lr.now, eps=self.epsilon, foreach=True)
-        return torch.optim.RMSprop(net.parameters(), self.lr.now, self.decay, self.epsilon, foreach=True)
+            return torch.optim.Adam(net.parameters(), self.lr.now, eps=self.optimizer_epsilon, foreach=True)
+        return torch.optim.RMSprop(net.parameters(), self.lr.now, self.decay, self.optimizer_epsilon, foreach=True)
 
     def begin(self, net: ActorCritic, size: int) -> dict[str, Tensor]:
         """Return the first carry."""

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from shoal.core.settings import Replaying, Schedule, Settings
 from shoal.core.types import Act, Batch, Loss, NStep, Spec, Step
 from shoal.nets.q_network import QNetwork, epsilon_greedy, ladder, q_loss
-from shoal.nets.torsos import Network
+from shoal.nets.torsos import Architecture
 
 
 class ApexDqn(Settings):
@@ -41,16 +41,15 @@ class ApexDqn(Settings):
         ),
         description="How experience is kept and drawn again.",
     )
-    actor_priorities: bool = Field(True, description="Whether actors judge new items; else they are drawn soon.")
-    clip_norm: float | None = Field(40.0, gt=0, description="Largest gradient norm; none: no bound.")
-    rule: Literal["rmsprop", "adam"] = Field("rmsprop", description="Update rule; the paper's is centred RMSProp.")
+    actor_priorities: bool = Field(
+        True, description="Whether actors compute the priority of new items; else it is the highest so far."
+    )
+    clip_norm: float | None = Field(40.0, gt=0, description="Largest gradient norm; null: unlimited.")
+    rule: Literal["rmsprop", "adam"] = Field("rmsprop", description="Optimizer; the paper's is centred RMSProp.")
     decay: float = Field(0.95, ge=0, lt=1, description="Decay of RMSProp's mean square.")
-    rule_epsilon: float = Field(1.5e-7, gt=0, description="Added to the update rule's denominator.")
-    epochs: int = Field(1, ge=1, le=1, description="Passes over each batch: priorities allow one.")
-    minibatches: int = Field(1, ge=1, le=1, description="Pieces of each pass: priorities allow one.")
-    max_lag: int | None = Field(None, ge=1, description="Unused by replay; none: any.")
+    optimizer_epsilon: float = Field(1.5e-7, gt=0, description="Added to the optimizer's denominator.")
     head: int = Field(512, ge=0, description="Units between the torso and each stream of values; 0: none.")
-    network: Network = Field(Network(activation="relu"), description="The network.")
+    network: Architecture = Field(Architecture(activation="relu"), description="The network.")
 
     capturable: ClassVar[bool] = True  # its loss depends on no schedule and on no look at the data
 
@@ -66,9 +65,9 @@ class ApexDqn(Settings):
     def optimizer(self, net: QNetwork) -> Optimizer:
         """Make the optimizer."""
         if self.rule == "adam":
-            return torch.optim.Adam(net.parameters(), self.lr.now, eps=self.rule_epsilon, fused=True)
+            return torch.optim.Adam(net.parameters(), self.lr.now, eps=self.optimizer_epsilon, fused=True)
         return torch.optim.RMSprop(
-            net.parameters(), self.lr.now, self.decay, self.rule_epsilon, centered=True, foreach=True
+            net.parameters(), self.lr.now, self.decay, self.optimizer_epsilon, centered=True, foreach=True
         )
 
     def begin(self, net: QNetwork, size: int) -> dict[str, Tensor]:
@@ -81,7 +80,7 @@ class ApexDqn(Settings):
         return Act(epsilon_greedy(net.values(step), epsilon), {}, carry)
 
     def values(self, net: QNetwork, step: Step, carry: Any) -> dict[str, Tensor]:
-        """What a choice is made by, for whoever watches."""
+        """The action values, for recordings of episodes."""
         return {"q": net.values(step)}
 
     def prepare(self, net: QNetwork, batch: Batch) -> Batch:

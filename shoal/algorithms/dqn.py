@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from shoal.core.settings import Replaying, Schedule, Settings
 from shoal.core.types import Act, Batch, Loss, NStep, Spec, Step
 from shoal.nets.q_network import QNetwork, epsilon_greedy, q_loss
-from shoal.nets.torsos import Network
+from shoal.nets.torsos import Architecture
 
 
 class Dqn(Settings):
@@ -33,14 +33,13 @@ class Dqn(Settings):
     replay: Replaying = Field(
         Replaying(alpha=0.0, samples_per_insert=8.0), description="How experience is kept and drawn again."
     )
-    actor_priorities: bool = Field(False, description="Whether actors judge new items; else they are drawn soon.")
-    clip_norm: float | None = Field(10.0, gt=0, description="Largest gradient norm; none: no bound.")
-    adam_epsilon: float = Field(1e-5, gt=0, description="Added to Adam's denominator.")
-    epochs: int = Field(1, ge=1, le=1, description="Passes over each batch: priorities allow one.")
-    minibatches: int = Field(1, ge=1, le=1, description="Pieces of each pass: priorities allow one.")
-    max_lag: int | None = Field(None, ge=1, description="Unused by replay; none: any.")
+    actor_priorities: bool = Field(
+        False, description="Whether actors compute the priority of new items; else it is the highest so far."
+    )
+    clip_norm: float | None = Field(10.0, gt=0, description="Largest gradient norm; null: unlimited.")
+    optimizer_epsilon: float = Field(1e-5, gt=0, description="Added to Adam's denominator.")
     head: int = Field(0, ge=0, description="Units between the torso and each stream of values; 0: none.")
-    network: Network = Field(Network(activation="relu"), description="The network.")
+    network: Architecture = Field(Architecture(activation="relu"), description="The network.")
 
     capturable: ClassVar[bool] = True  # its loss depends on no schedule and on no look at the data
 
@@ -55,7 +54,7 @@ class Dqn(Settings):
 
     def optimizer(self, net: QNetwork) -> Optimizer:
         """Make the optimizer."""
-        return torch.optim.Adam(net.parameters(), self.lr.now, eps=self.adam_epsilon, fused=True)
+        return torch.optim.Adam(net.parameters(), self.lr.now, eps=self.optimizer_epsilon, fused=True)
 
     def begin(self, net: QNetwork, size: int) -> dict[str, Tensor]:
         """Nothing is carried."""
@@ -67,7 +66,7 @@ class Dqn(Settings):
         return Act(epsilon_greedy(net.values(step), epsilon), {}, carry)
 
     def values(self, net: QNetwork, step: Step, carry: Any) -> dict[str, Tensor]:
-        """What a choice is made by, for whoever watches."""
+        """The action values, for recordings of episodes."""
         return {"q": net.values(step)}
 
     def prepare(self, net: QNetwork, batch: Batch) -> Batch:

@@ -15,8 +15,7 @@ from shoal.losses.masking import masked_mean, time_mean
 from shoal.losses.policy import policy_gradient
 from shoal.losses.returns import vtrace
 from shoal.losses.value import explained_variance, squared_error
-from shoal.nets.actor_critic import ActorCritic, initial_core, raw_action
-from shoal.nets.torsos import Network
+from shoal.nets.actor_critic import ActorCritic, ActorCriticArchitecture, initial_core, raw_action
 
 # The paper sums its loss over 20 steps of 32 sequences. Here it is a mean, so what it compares with the size
 # of a gradient (the bound of its norm, RMSProp's epsilon) is divided by their number.
@@ -28,7 +27,7 @@ class Impala(Settings):
 
     lr: Schedule = Field(Schedule(start=6e-4, end=0.0), description="Learning rate.")
     batch: int | None = Field(
-        32, ge=1, description="Sequences per update; none: one from every environment of every actor."
+        32, ge=1, description="Sequences per update; null: one from every environment of every actor."
     )
     unroll: int = Field(20, ge=1, description="Actions per sequence.")
     gamma: float = Field(0.99, ge=0, le=1, description="Discount per step.")
@@ -37,20 +36,20 @@ class Impala(Settings):
     lambda_: float = Field(1.0, ge=0, le=1, description="Decay of the trace.")
     value_cost: float = Field(0.5, ge=0, description="Weight of the value loss.")
     entropy_cost: Schedule = Field(Schedule(start=0.01, shape="constant"), description="Weight of the entropy bonus.")
-    clip_norm: float | None = Field(40 / SUMMED, gt=0, description="Largest gradient norm; none: no bound.")
-    rule: Literal["rmsprop", "adam"] = Field("rmsprop", description="Update rule.")
-    epsilon: float = Field(0.01 / SUMMED, gt=0, description="Added to the update rule's denominator.")
+    clip_norm: float | None = Field(40 / SUMMED, gt=0, description="Largest gradient norm; null: unlimited.")
+    rule: Literal["rmsprop", "adam"] = Field("rmsprop", description="Optimizer.")
+    optimizer_epsilon: float = Field(0.01 / SUMMED, gt=0, description="Added to the optimizer's denominator.")
     decay: float = Field(0.99, ge=0, lt=1, description="Decay of RMSProp's mean square.")
     momentum: float = Field(0.0, ge=0, lt=1, description="Momentum of RMSProp.")
     epochs: int = Field(1, ge=1, description="Passes over each batch.")
     minibatches: int = Field(1, ge=1, description="Pieces into which each pass is cut.")
     max_lag: int | None = Field(
-        None, ge=0, description="Largest number of policy versions between acting and learning; none: any."
+        None, ge=0, description="Most policy versions between acting and learning; null: unlimited."
     )
     distribution: Literal["clipped", "squashed"] = Field(
         "clipped", description="How a Gaussian keeps to the bounds of continuous actions."
     )
-    network: Network = Field(Network(), description="The network.")
+    network: ActorCriticArchitecture = Field(ActorCriticArchitecture(), description="The network.")
 
     @property
     def experience(self) -> Sequence:
@@ -64,9 +63,9 @@ class Impala(Settings):
     def optimizer(self, net: ActorCritic) -> Optimizer:
         """Make the optimizer; all parameters at once is faster than one by one."""
         if self.rule == "adam":
-            return torch.optim.Adam(net.parameters(), self.lr.now, eps=self.epsilon, foreach=True)
+            return torch.optim.Adam(net.parameters(), self.lr.now, eps=self.optimizer_epsilon, foreach=True)
         return torch.optim.RMSprop(
-            net.parameters(), self.lr.now, self.decay, self.epsilon, momentum=self.momentum, foreach=True
+            net.parameters(), self.lr.now, self.decay, self.optimizer_epsilon, momentum=self.momentum, foreach=True
         )
 
     def begin(self, net: ActorCritic, size: int) -> dict[str, Tensor]:

@@ -21,14 +21,24 @@ from shoal.losses.masking import masked_mean, time_mean
 from shoal.losses.novelty import NEIGHBOURS, betas, episodic_novelty, gammas, nearest_distances
 from shoal.losses.q_values import mixed_priority, n_step_targets, pick, rescale, unscale
 from shoal.nets.novelty import Novelty
-from shoal.nets.q_network import QNetwork, check_overlap, epsilon_greedy, ladder, lasts, previous, told, trained, unroll
-from shoal.nets.torsos import Network
+from shoal.nets.q_network import (
+    QNetwork,
+    all_previous,
+    check_overlap,
+    epsilon_greedy,
+    ladder,
+    lasts,
+    previous,
+    trained,
+    unroll,
+)
+from shoal.nets.torsos import Architecture
 
 PARTS = ("extrinsic", "intrinsic")
 
 
 class NguNetwork(nn.Module):
-    """Two networks of action values, and what tells how new a state is."""
+    """Two networks of action values, and one that measures how new a state is."""
 
     def __init__(self, settings: Ngu, spec: Spec) -> None:
         super().__init__()
@@ -63,7 +73,7 @@ class Ngu(Settings):
     unroll: int = Field(80, ge=1, description="Steps of a sequence that are learned from.")
     burn_in: int = Field(40, ge=0, description="Steps before them that only warm the memory up.")
     # Sequences begin every 40 steps: half of the 80 are shared, and the burn-in before them.
-    overlap: int = Field(80, ge=0, description="Steps that a sequence shares with the one before, at least burn_in.")
+    overlap: int = Field(80, ge=0, description="Steps that a sequence shares with the previous one, at least burn_in.")
     dueling: bool = Field(True, description="Whether value and advantage are separate streams.")
     eta: float = Field(0.9, ge=0, le=1, description="Share of the largest error in a sequence's priority.")
     epsilon: float = Field(0.4, gt=0, le=1, description="Chance of a random action of the boldest environment.")
@@ -73,14 +83,15 @@ class Ngu(Settings):
         Replaying(capacity=100_000, minimum=5_000, alpha=0.9, beta=Schedule(start=0.6, shape="constant"), refresh=5),
         description="How experience is kept and drawn again.",
     )
-    actor_priorities: bool = Field(True, description="Whether actors judge new items; else they are drawn soon.")
-    clip_norm: float | None = Field(40.0, gt=0, description="Largest gradient norm; none: no bound.")
-    adam_epsilon: float = Field(1e-4, gt=0, description="Added to Adam's denominator.")
-    epochs: int = Field(1, ge=1, le=1, description="Passes over each batch: priorities allow one.")
-    minibatches: int = Field(1, ge=1, le=1, description="Pieces of each pass: priorities allow one.")
-    max_lag: int | None = Field(None, ge=1, description="Unused by replay; none: any.")
+    actor_priorities: bool = Field(
+        True, description="Whether actors compute the priority of new items; else it is the highest so far."
+    )
+    clip_norm: float | None = Field(40.0, gt=0, description="Largest gradient norm; null: unlimited.")
+    optimizer_epsilon: float = Field(1e-4, gt=0, description="Added to Adam's denominator.")
     head: int = Field(512, ge=0, description="Units between the memory and each stream of values; 0: none.")
-    network: Network = Field(Network(activation="relu", lstm=512), description="The network; it needs an lstm.")
+    network: Architecture = Field(
+        Architecture(activation="relu", lstm=512), description="The network; it needs an lstm."
+    )
 
     @model_validator(mode="after")
     def _overlaps(self) -> Self:
@@ -100,10 +111,10 @@ class Ngu(Settings):
     def optimizer(self, net: NguNetwork) -> Optimizer:
         """Make the optimizer; the parts share no parameter, so one serves them all."""
         learned = [parameter for parameter in net.parameters() if parameter.requires_grad]
-        return torch.optim.Adam(learned, self.lr.now, eps=self.adam_epsilon, fused=True)
+        return torch.optim.Adam(learned, self.lr.now, eps=self.optimizer_epsilon, fused=True)
 
     def begin(self, net: NguNetwork, size: int) -> dict[str, Any]:
-        """Memories, bandits and what this episode has come to."""
+        """LSTM states, bandits and the score of this episode so far."""
         carry: dict[str, Any] = {f"core_{part}": net.q(part).begin(size)["core"] for part in PARTS}
         device = carry["core_extrinsic"].device
         zeros = torch.zeros(size, device=device)
@@ -138,22 +149,22 @@ class Ngu(Settings):
         epsilon = 0.0 if rank is None else ladder(rank, self.epsilon, self.epsilon_spread)
         mixed = self._mix(values["extrinsic"], values["intrinsic"], carry["arm"].unsqueeze(-1))
         carry["action"] = epsilon_greedy(mixed, epsilon)
-        if rank is None:  # for whoever watches
+        if rank is None:  # for recordings of episodes
             record |= {"q_extrinsic": values["extrinsic"], "q_intrinsic": values["intrinsic"]}
         return Act(carry["action"], record, carry)
 
     def choices(self, carry: dict[str, Any]) -> list[list[float]]:
-        """Hand over the bandits' pulls since the last call: the arm, and what its episode came to."""
-        told = [*carry["pulls"]]
+        """Return the bandits' pulls since the last call: the arm, and the score of its episode."""
+        pulls = [*carry["pulls"]]
         carry["pulls"].clear()
-        return told
+        return pulls
 
     def _episodes(self, step: Step, carry: dict[str, Any]) -> None:
-        """Where an episode opens, tell the bandit how the one before went, and let it pick the next arm."""
+        """Where an episode begins, report the previous one's score to the bandit, and let it pick the next arm."""
         carry["score"] = carry["score"] + step.reward
         opened = step.first.nonzero().flatten().tolist()
         if opened:
-            carry["arm"] = carry["arm"].clone()  # the one before is still on its way to the packer
+            carry["arm"] = carry["arm"].clone()  # the packer still reads the previous one
         for index in opened:
             bandit = carry["bandits"][index]
             if carry["played"]:
@@ -183,7 +194,7 @@ class Ngu(Settings):
         return episodic_novelty(nearest, carry["distance"]) * net.novelty.lasting(step.observation)
 
     def _asked(self, novelty: Tensor, arm: Tensor) -> Tensor:
-        """What the networks are told beside the step before: the novelty, which may be hundreds, and the arm."""
+        """What the networks see beside the previous step: the novelty, which may be hundreds, and the arm."""
         return torch.cat([rescale(novelty).unsqueeze(-1), nn.functional.one_hot(arm, self.arms).to(novelty.dtype)], -1)
 
     def _mix(self, extrinsic: Tensor, intrinsic: Tensor, arm: Tensor) -> Tensor:
@@ -202,7 +213,7 @@ class Ngu(Settings):
         arm = batch.record["arm"][0]
         novelty = batch.record["novelty"]  # of the state at which the action was chosen
         asked = self._asked(torch.cat([novelty, torch.zeros_like(novelty[:1])]), arm.expand(len(batch.first), -1))
-        extra = torch.cat([told(batch, net.actions), asked], -1)
+        extra = torch.cat([all_previous(batch, net.actions), asked], -1)
         # What an action led to is new or not; the last step's is not known here but in the next sequence.
         rewards = {"extrinsic": batch.reward, "intrinsic": torch.cat([novelty[1:], torch.zeros_like(novelty[:1])])}
         mask = trained(batch, self.burn_in)

@@ -16,8 +16,7 @@ from shoal.losses.masking import masked_mean, standardise, time_mean
 from shoal.losses.policy import approximate_kl, clipped_surrogate, outside
 from shoal.losses.returns import gae
 from shoal.losses.value import explained_variance, squared_error
-from shoal.nets.actor_critic import ActorCritic, initial_core, raw_action
-from shoal.nets.torsos import Network
+from shoal.nets.actor_critic import ActorCritic, ActorCriticArchitecture, initial_core, raw_action
 
 ADAM_EPSILON = 1e-5  # of OpenAI's own implementation; torch's default is 1e-8
 
@@ -27,7 +26,7 @@ class Ppo(Settings):
 
     lr: Schedule = Field(Schedule(start=2.5e-4, end=0.0), description="Learning rate.")
     batch: int | None = Field(
-        None, ge=1, description="Sequences per update; none: one from every environment of every actor."
+        None, ge=1, description="Sequences per update; null: one from every environment of every actor."
     )
     unroll: int = Field(128, ge=1, description="Actions per sequence.")
     gamma: float = Field(0.99, ge=0, le=1, description="Discount per step.")
@@ -37,16 +36,16 @@ class Ppo(Settings):
         Schedule(start=0.2, shape="constant"), description="How far the ratio of policies may move from 1."
     )
     value_clip: float | None = Field(
-        None, gt=0, description="How far a value may move from its old one; none: no bound."
+        None, gt=0, description="How far a value may move from its old one; null: unlimited."
     )
     # 0.5, 4 epochs and 0.5 for the norm are those of OpenAI's own implementation.
     value_cost: float = Field(0.5, ge=0, description="Weight of the value loss.")
     entropy_cost: Schedule = Field(Schedule(start=0.01, shape="constant"), description="Weight of the entropy bonus.")
     epochs: int = Field(4, ge=1, description="Passes over each batch.")
     minibatches: int = Field(4, ge=1, description="Pieces into which each pass is cut.")
-    clip_norm: float | None = Field(0.5, gt=0, description="Largest gradient norm; none: no bound.")
+    clip_norm: float | None = Field(0.5, gt=0, description="Largest gradient norm; null: unlimited.")
     max_lag: int | None = Field(
-        0, ge=0, description="Largest number of policy versions between acting and learning; none: any."
+        0, ge=0, description="Most policy versions between acting and learning; null: unlimited."
     )
     normalise_advantage: bool = Field(
         True, description="Whether each minibatch's advantages are brought to mean 0 and variance 1."
@@ -54,7 +53,7 @@ class Ppo(Settings):
     distribution: Literal["clipped", "squashed"] = Field(
         "clipped", description="How a Gaussian keeps to the bounds of continuous actions."
     )
-    network: Network = Field(Network(), description="The network.")
+    network: ActorCriticArchitecture = Field(ActorCriticArchitecture(), description="The network.")
 
     @property
     def experience(self) -> Sequence:

@@ -14,8 +14,18 @@ from shoal.core.tree import map_tree
 from shoal.core.types import Act, Batch, Loss, Sequence, Spec, Step
 from shoal.losses.masking import masked_mean, time_mean
 from shoal.losses.q_values import bootstrap, mixed_priority, n_step_targets, pick, rescale, unscale
-from shoal.nets.q_network import QNetwork, check_overlap, epsilon_greedy, ladder, lasts, previous, told, trained, unroll
-from shoal.nets.torsos import Network
+from shoal.nets.q_network import (
+    QNetwork,
+    all_previous,
+    check_overlap,
+    epsilon_greedy,
+    ladder,
+    lasts,
+    previous,
+    trained,
+    unroll,
+)
+from shoal.nets.torsos import Architecture
 
 
 class R2d2(Settings):
@@ -28,7 +38,7 @@ class R2d2(Settings):
     unroll: int = Field(80, ge=1, description="Steps of a sequence that are learned from.")
     burn_in: int = Field(40, ge=0, description="Steps before them that only warm the memory up.")
     # Sequences begin every 40 steps: half of the 80 are shared, and the burn-in before them.
-    overlap: int = Field(80, ge=0, description="Steps that a sequence shares with the one before, at least burn_in.")
+    overlap: int = Field(80, ge=0, description="Steps that a sequence shares with the previous one, at least burn_in.")
     rescale: bool = Field(True, description="Whether values are learned on the scale of h.")
     double: bool = Field(True, description="Whether the online network chooses the action that is bootstrapped from.")
     dueling: bool = Field(True, description="Whether value and advantage are separate streams.")
@@ -48,14 +58,15 @@ class R2d2(Settings):
         ),
         description="How experience is kept and drawn again.",
     )
-    actor_priorities: bool = Field(True, description="Whether actors judge new items; else they are drawn soon.")
-    clip_norm: float | None = Field(40.0, gt=0, description="Largest gradient norm; none: no bound.")
-    adam_epsilon: float = Field(1e-3, gt=0, description="Added to Adam's denominator.")
-    epochs: int = Field(1, ge=1, le=1, description="Passes over each batch: priorities allow one.")
-    minibatches: int = Field(1, ge=1, le=1, description="Pieces of each pass: priorities allow one.")
-    max_lag: int | None = Field(None, ge=1, description="Unused by replay; none: any.")
+    actor_priorities: bool = Field(
+        True, description="Whether actors compute the priority of new items; else it is the highest so far."
+    )
+    clip_norm: float | None = Field(40.0, gt=0, description="Largest gradient norm; null: unlimited.")
+    optimizer_epsilon: float = Field(1e-3, gt=0, description="Added to Adam's denominator.")
     head: int = Field(512, ge=0, description="Units between the memory and each stream of values; 0: none.")
-    network: Network = Field(Network(activation="relu", lstm=512), description="The network; it needs an lstm.")
+    network: Architecture = Field(
+        Architecture(activation="relu", lstm=512), description="The network; it needs an lstm."
+    )
 
     @model_validator(mode="after")
     def _overlaps(self) -> Self:
@@ -73,10 +84,10 @@ class R2d2(Settings):
 
     def optimizer(self, net: QNetwork) -> Optimizer:
         """Make the optimizer."""
-        return torch.optim.Adam(net.parameters(), self.lr.now, eps=self.adam_epsilon, fused=True)
+        return torch.optim.Adam(net.parameters(), self.lr.now, eps=self.optimizer_epsilon, fused=True)
 
     def begin(self, net: QNetwork, size: int) -> dict[str, Tensor]:
-        """The memory, and the action before."""
+        """The LSTM's state, and the previous action."""
         return net.begin(size)
 
     def act(self, net: QNetwork, step: Step, carry: dict[str, Tensor], rank: Tensor | None) -> Act:
@@ -87,11 +98,11 @@ class R2d2(Settings):
         return Act(action, {"core": carry["core"], "previous": seen}, {"core": core, "action": action})
 
     def values(self, net: QNetwork, step: Step, carry: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What a choice is made by, for whoever watches."""
+        """The action values, for recordings of episodes."""
         return {"q": self._look(net, step, carry)[0]}
 
     def _look(self, net: QNetwork, step: Step, carry: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """The values [B, A] of a step, what the memory is told of the one before, and the memory after it."""
+        """The values [B, A] of a step, what the LSTM sees of the previous one, and its state after it."""
         seen = previous(carry["action"], step.reward, step.first, net.head.actions)
         observation = map_tree(lambda x: x.unsqueeze(0), step.observation)
         values, core = net(observation, step.first.unsqueeze(0), carry["core"], seen.unsqueeze(0))
@@ -104,7 +115,7 @@ class R2d2(Settings):
 
     def loss(self, net: QNetwork, target: QNetwork, batch: Batch) -> Loss:
         """Return half the squared n-step double Q error on the scale of h, after the burn-in."""
-        extra = told(batch, net.head.actions)
+        extra = all_previous(batch, net.head.actions)
         core = batch.record["core"][0]
         values = unroll(net, batch, core, extra, self.burn_in)
         with torch.no_grad():

@@ -139,14 +139,14 @@ def timed(times: list[float], call: Any, *args: Any) -> Any:
 
 def recorded(world: str) -> tuple[Any, Tree]:
     """One item of real experience, and the weights of a network for it."""
-    from shoal.workers.stream import Stream
+    from shoal.workers.rollout import Rollout
 
     settings = {"environment": {"id": WORLDS[world]}, "algorithm": {"name": "impala"}, "envs": 1, "actors": 1}
     plan = experiment.load(settings)
     worlds = envs.make(plan.environment, 1, seed=0)
     try:
         net = plan.algorithm.build(worlds.spec)
-        stream = Stream(plan, 0, worlds, net, torch.device("cpu"))
+        stream = Rollout(plan, 0, worlds, net, torch.device("cpu"))
         while (items := stream.act(plan.algorithm, 0)) is None:
             pass
         kept: Any = map_tree(np.array, items)

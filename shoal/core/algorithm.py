@@ -1,20 +1,23 @@
-"""The protocol of an algorithm: frozen settings with a few pure methods."""
+"""What workers ask of an algorithm: frozen settings with a few pure methods, and the hooks it may have besides."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-from shoal.core.settings import Schedule
+from shoal.core.settings import Replaying, Schedule
 from shoal.core.types import Act, Batch, Loss, NStep, Sequence, Spec, Step
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+Net = TypeVar("Net", bound="nn.Module")
+
 
 @runtime_checkable
-class Algorithm(Protocol):
-    """What the workers ask of an algorithm; its fields are its hyperparameters."""
+class Algorithm(Protocol[Net]):
+    """What every algorithm has; its fields are its hyperparameters."""
 
     @property
     def lr(self) -> Schedule:
@@ -27,23 +30,8 @@ class Algorithm(Protocol):
         ...
 
     @property
-    def epochs(self) -> int:
-        """Passes over each batch."""
-        ...
-
-    @property
-    def minibatches(self) -> int:
-        """Pieces into which each pass is cut."""
-        ...
-
-    @property
     def clip_norm(self) -> float | None:
-        """Largest gradient norm."""
-        ...
-
-    @property
-    def max_lag(self) -> int | None:
-        """Largest number of policy versions between acting and learning; 0: actors wait for the learner."""
+        """Largest gradient norm; None: unlimited."""
         ...
 
     @property
@@ -51,26 +39,115 @@ class Algorithm(Protocol):
         """How an actor's stream is cut."""
         ...
 
-    def build(self, spec: Spec) -> nn.Module:
+    def build(self, spec: Spec) -> Net:
         """Make the network."""
         ...
 
-    def optimizer(self, net: nn.Module) -> Optimizer:
+    def optimizer(self, net: Net) -> Optimizer:
         """Make the optimizer."""
         ...
 
-    def begin(self, net: nn.Module, size: int) -> Any:
+    def begin(self, net: Net, size: int) -> Any:
         """Return the first carry for `size` environments."""
         ...
 
-    def act(self, net: nn.Module, step: Step, carry: Any, rank: Tensor | None) -> Act:
+    def act(self, net: Net, step: Step, carry: Any, rank: Tensor | None) -> Act:
         """Choose actions; a rank in [0, 1] per environment sets the exploration, None means evaluation."""
         ...
 
-    def prepare(self, net: nn.Module, batch: Batch) -> Batch:
+    def prepare(self, net: Net, batch: Batch) -> Batch:
         """Update running statistics and compute, once per batch, what its epochs share."""
         ...
 
-    def loss(self, net: nn.Module, target: nn.Module, batch: Batch) -> Loss:
+    def loss(self, net: Net, target: Net, batch: Batch) -> Loss:
         """Return a loss and a priority per item."""
         ...
+
+
+# The hooks, each of which an algorithm may have or not.
+
+
+@runtime_checkable
+class HasEpochs(Protocol):
+    """Passes over each batch; else 1."""
+
+    @property
+    def epochs(self) -> int: ...
+
+
+@runtime_checkable
+class HasMinibatches(Protocol):
+    """Pieces into which each pass over a batch is cut; else 1."""
+
+    @property
+    def minibatches(self) -> int: ...
+
+
+@runtime_checkable
+class HasMaxLag(Protocol):
+    """Most policy versions between acting and learning; 0: actors wait for the learner; None or no hook: unlimited."""
+
+    @property
+    def max_lag(self) -> int | None: ...
+
+
+@runtime_checkable
+class HasTarget(Protocol):
+    """Updates between copies of the weights to a target network; else there is none."""
+
+    @property
+    def target_every(self) -> int: ...
+
+
+@runtime_checkable
+class HasReplay(Protocol):
+    """How experience is kept and drawn again; None or no hook: every item is used once."""
+
+    @property
+    def replay(self) -> Replaying | None: ...
+
+
+@runtime_checkable
+class HasReplayRatio(Protocol):
+    """Updates from the replay after each fresh one, on average; else all learning is from the replay."""
+
+    @property
+    def replay_ratio(self) -> float: ...
+
+
+@runtime_checkable
+class HasActorPriorities(Protocol):
+    """Whether actors compute the first priority of each item; else it is the highest so far."""
+
+    @property
+    def actor_priorities(self) -> bool: ...
+
+
+@runtime_checkable
+class HasCapture(Protocol):
+    """Whether an update can be captured as a CUDA graph: its loss looks at no data and at no schedule but `lr`."""
+
+    @property
+    def capturable(self) -> bool: ...
+
+
+@runtime_checkable
+class HasTopology(Protocol):
+    """The topology that the algorithm is made for; else actors and a learner."""
+
+    @property
+    def topology(self) -> str: ...
+
+
+@runtime_checkable
+class HasValues(Protocol):
+    """What a choice is based on, as tensors by name, for recordings of episodes."""
+
+    def values(self, net: Any, step: Step, carry: Any) -> Mapping[str, Tensor]: ...
+
+
+@runtime_checkable
+class HasChoices(Protocol):
+    """A bandit's pulls since the last call, each as [arm, score]."""
+
+    def choices(self, carry: Any) -> list[list[float]]: ...

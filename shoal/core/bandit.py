@@ -30,7 +30,7 @@ class Bandit:
         return int(self.scores().argmax())
 
     def reward(self, arm: int, value: float) -> None:
-        """What a pull of an arm came to."""
+        """Note the score of a pull of an arm."""
         self.history.append((arm, value))
 
     def scores(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

@@ -1,4 +1,4 @@
-"""Who is calling: what a service may ask while it answers, so that it can name whoever sent nonsense."""
+"""Which worker is calling, so that a service can name the sender of invalid data."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _caller: ContextVar[str] = ContextVar("caller", default="")
 
 
 def caller() -> str:
-    """The worker whose call is being answered, in this thread; empty: nobody said."""
+    """The worker whose call this thread is answering; empty: unknown."""
     return _caller.get()
 
 
 def call_as(name: str) -> None:
-    """Be this worker from now on, in this thread."""
+    """Let calls from this thread count as this worker's from now on."""
     _caller.set(name)

@@ -119,7 +119,7 @@ def compress(array: Array) -> bytes:
 
 
 def expand(data: memoryview, dtype: type, count: int) -> Array:
-    """Read back what `compress` made, or refuse anything that is not so many numbers."""
+    """Read back what `compress` made, or refuse anything that is not `count` numbers."""
     size = count * np.dtype(dtype).itemsize
     inflate = zlib.decompressobj()
     try:
@@ -204,11 +204,11 @@ class Sender:
         """Begin with no version."""
         self.codec = codec
         self.layout: Layout | None = None
-        self.links: deque[tuple[int, Array]] = deque(maxlen=LINKS)  # the version that each goes on from, and itself
+        self.links: deque[tuple[int, Array]] = deque(maxlen=LINKS)  # each with the version that it builds on
         self.age = 0  # links since the last version that went whole
 
     def publish(self, version: int, weights: Tree, exact: bool = False) -> None:
-        """Take a new version; an exact one owes nothing to those before it, nor does the first."""
+        """Publish a new version; an exact one does not depend on earlier ones, nor does the first."""
         layout = Layout(weights)
         floats, rest = layout.join(weights)
         if exact or self.codec.plain or self.layout is None or layout.text != self.layout.text:
@@ -221,7 +221,7 @@ class Sender:
         self.digest = layout.digest(version, self.floats, rest)
 
     def _anchor(self, layout: Layout, floats: Array) -> None:
-        """Begin anew with exact weights."""
+        """Begin again with exact weights."""
         self.floats, self.residual = floats, np.zeros_like(floats)
         self.kind, self.body = "float32", b""  # the body would be a copy: it is made when asked for
         self.links.clear()
@@ -240,7 +240,7 @@ class Sender:
             self.links.popleft()
 
     def _whole(self, layout: Layout, floats: Array) -> None:
-        """Encode the version for itself, with what was lost of the one before."""
+        """Encode the version by itself, with what the previous one lost."""
         target = floats + self.residual
         if not fits(self.codec.kind, target, None):
             self._anchor(layout, floats)
@@ -286,13 +286,12 @@ class Receiver:
     def take(self, message: Any) -> Tree:
         """Decode a message into weights, to be read only; one that does not lead there changes nothing.
 
-        Raises Diverged if the message goes on from other weights than those held: a whole version mends that.
+        Raises Diverged if the message builds on other weights than those held: a whole version fixes that.
         """
         version, base, kind, links, digest = parts(message)
         if base is not None and (self.floats is None or base != self.version):
-            raise Diverged(
-                f"weights go on from version {base}; here is {self.version if self.version >= 0 else 'none'}"
-            )
+            held = self.version if self.version >= 0 else "none"
+            raise Diverged(f"weights build on version {base}, but the receiver holds {held}")
         floats = None if base is None else self.floats
         for link in links:
             data = np.ascontiguousarray(link).data
@@ -302,13 +301,13 @@ class Receiver:
             floats = decode(self.layout, kind, body, floats)
         assert floats is not None
         if not hmac.compare_digest(self.layout.digest(version, floats, rest), digest):
-            raise Diverged(f"version {version} of the weights came out different from what was sent")
+            raise Diverged(f"version {version} of the weights does not match what was sent")
         self.version, self.floats = version, floats
         return self.layout.split(floats, rest)
 
 
 def parts(message: Any) -> tuple[int, int | None, str, list[Array], str]:
-    """Version, base, kind, links and digest of a message, or a refusal of what is none."""
+    """Version, base, kind, links and digest of a message; refuses what is not one."""
     if not isinstance(message, Mapping):
         raise WireError(f"not a message of weights: a {type(message).__name__}")
     version, base, kind, links, digest = (message.get(key) for key in ("version", "base", "kind", "links", "digest"))

@@ -1,4 +1,4 @@
-"""What each thread is inside of, so that whoever watches it can say what takes so long."""
+"""What each thread is doing, so that whoever watches it can say what takes so long."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-FIRST = 10.0  # seconds after which something that takes long is worth a line
+FIRST = 10.0  # seconds after which something slow is worth a line in the log
 
 
 @dataclass
 class Doing:
-    """What one thread does at present, and since when."""
+    """What one thread is doing, and since when."""
 
     what: str = ""  # empty: nothing that has a name
     where: str = ""
@@ -31,14 +31,27 @@ class Doing:
 
 
 class Seldom:
-    """Lets something be said again only after twice as long as the time before."""
+    """Reports a repeated event ever more rarely: the first time, the tenth, the hundredth …"""
 
     def __init__(self) -> None:
-        """Let it be said now."""
+        """Begin before the first time."""
+        self.count = 0
+
+    def due(self) -> bool:
+        """Count the event, and say whether to report it."""
+        self.count += 1
+        return str(self.count).rstrip("0") == "1"
+
+
+class Reminder:
+    """Reports what goes on ever more rarely: at once, and then after twice as long each time."""
+
+    def __init__(self) -> None:
+        """Let it be reported now."""
         self._again, self._gap = float("-inf"), FIRST
 
     def due(self) -> bool:
-        """Whether it is time to say it; if so, it counts as said."""
+        """Whether it is time to report it; if so, it counts as reported."""
         now = time.monotonic()
         if now < self._again:
             return False
@@ -47,11 +60,11 @@ class Seldom:
         return True
 
 
-_threads: dict[int, Doing] = {}  # by identifier; one that is used again takes over what is there
+_threads: dict[int, Doing] = {}  # by identifier; a thread that reuses one takes over its entry
 
 
 def here() -> Doing:
-    """What this thread does, to be written by itself and read by others."""
+    """What this thread is doing, written by the thread itself and read by others."""
     thread = threading.get_ident()
     if thread not in _threads:
         _threads[thread] = Doing()

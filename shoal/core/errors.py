@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class ShoalError(Exception):
-    """Something a user can understand and mend."""
+    """Something that a user can understand and fix."""
 
 
 class SettingsError(ShoalError):
@@ -19,7 +19,7 @@ class WireError(ShoalError):
 
 
 class Diverged(ShoalError):
-    """Weights that do not go on from those held; a whole version mends that."""
+    """A weight update that does not apply to the weights held; fetching all of them fixes that."""
 
 
 class Fatal(ShoalError):
@@ -31,7 +31,7 @@ class DeadlineExceeded(ShoalError):
 
 
 class ServiceLost(ShoalError):
-    """The process that held a service has gone."""
+    """The process that held a service is gone."""
 
 
 class ServiceFailed(ShoalError):
@@ -43,14 +43,14 @@ class WorkerFailed(ShoalError):
 
 
 class Refused(ShoalError):
-    """Another machine is not trusted, or does not fit; the message is one line that may be told to it."""
+    """Another machine is not trusted, or does not fit; the message is one line that may be sent to it."""
 
 
 class Stalled(ShoalError):
-    """No worker moved for too long; the message says who waits for whom."""
+    """No worker made progress for too long; the message says who waits for whom."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A question after the nearest known name, or nothing."""
+    """A suggestion of the nearest known name, or nothing."""
     matches = difflib.get_close_matches(name, [*known], n=1, cutoff=0.5)
     return f"; did you mean {matches[0]!r}?" if matches else ""

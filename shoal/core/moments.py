@@ -1,4 +1,4 @@
-"""Count, mean and variance of samples, merged and taken apart; for NumPy's arrays and torch's alike.
+"""Count, mean and variance of samples, merged and separated; for NumPy's arrays and torch's alike.
 
 Chan et al., doi:10.1080/00031305.1983.10483115, with the variance M2 / count instead of M2.
 """
@@ -26,7 +26,7 @@ def merge(one: Moments, two: Moments) -> Moments:
 
 
 def without(after: Moments, before: Moments) -> Moments:
-    """The moments of the samples that came between two looks at running moments; a count of 0 or less: none."""
+    """The moments of the samples added between two states of running moments; a count of 0 or less: none."""
     new = after.count - before.count
     if not new > 0:
         return Moments(after.count * 0, after.mean * 0, after.var * 0)

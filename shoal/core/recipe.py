@@ -19,19 +19,19 @@ from shoal.core.errors import Fatal, ShoalError, nearest
 # What stands under each kind of a description.
 KINDS: dict[str, Any] = {"settings": str, "name": str, "mapping": dict, "list": list, "service": str, "value": object}
 FURTHER = {"settings": ["fields"]}
-_allowed: tuple[str, ...] | None = None  # packages that paths may name; none: any
+_allowed: tuple[str, ...] | None = None  # packages that paths may name; None: any
 
 
 def allow(packages: Iterable[str] | None) -> None:
-    """From now on, let paths name nothing outside these packages; none: anything. What is closed stays closed."""
+    """From now on, let paths name nothing outside these packages; None: anything. It can be restricted only once."""
     global _allowed
     if _allowed is not None:  # or a path to this function would open everything
-        raise Fatal("what may be used on this machine is settled already")
+        raise Fatal("which packages may be used on this machine is already decided")
     _allowed = None if packages is None else tuple(packages)
 
 
 def permit(module: str, packages: Iterable[str] | None = None) -> None:
-    """Refuse a module outside the packages, which are those allowed here if none are given."""
+    """Refuse a module outside the packages; by default those allowed on this machine."""
     packages = _allowed if packages is None else packages
     if packages is not None and not any(f"{module}.".startswith(f"{package}.") for package in packages):
         raise Fatal(
@@ -64,7 +64,7 @@ def find(path: str) -> Any:
     try:
         target: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        # Only the path itself is the user's slip here: a module missing inside it speaks for itself.
+        # Only a wrong path is the user's mistake; a module missing inside it is a different error.
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
         raise ShoalError(f"cannot find {path!r}: there is no module {error.name!r}") from None

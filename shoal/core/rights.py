@@ -62,10 +62,13 @@ class Rights:
     """What one caller may call."""
 
     def __init__(self, caller: str, named: Named, refused: dict[str, int]) -> None:
-        """Take what a recipe names; `refused` counts, for each caller, the calls that it did not."""
+        """Grant what a recipe names; `refused` counts the other calls of each caller."""
         self.caller, self.named, self._refused = caller, named, refused
-        told = {service: ["*"] if methods is None else methods for service, methods in named.items()}
-        self._told = [f"{service}.{method}" for service, methods in told.items() for method in methods]
+        self._listed = [
+            f"{service}.{method}"
+            for service, methods in named.items()
+            for method in (["*"] if methods is None else methods)
+        ]
         self._open = {service for service, methods in named.items() if methods is None}
         self._methods = {(service, method) for service, methods in named.items() for method in methods or ()}
 
@@ -75,7 +78,7 @@ class Rights:
             return
         self._refused[self.caller] = count = self._refused.get(self.caller, 0) + 1
         shown = "".join(letter if letter.isprintable() else "?" for letter in f"{service:.60}.{method:.60}")
-        told = f"{self.caller} may not call {shown}: its recipe names {', '.join(self._told) or 'no service'}"
+        message = f"{self.caller} may not call {shown}: its recipe names {', '.join(self._listed) or 'no service'}"
         if count == 1:
-            log.warning("refused: %s", told)
-        raise Refused(told)
+            log.warning("refused: %s", message)
+        raise Refused(message)

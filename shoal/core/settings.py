@@ -1,14 +1,15 @@
-"""The base of every settings model: frozen, typed, closed to unknown keys."""
+"""What every settings model is: frozen, typed, closed to unknown keys."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_serializer, model_validator
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import CoreSchema
 
 POWER = 2.0  # of the polynomial shape, where none is given
+Moved = TypeVar("Moved")  # an algorithm is settings too, but its protocol cannot say so
 
 
 class Settings(BaseModel):
@@ -22,8 +23,8 @@ class Schedule(Settings):
     """A number that may change over the run; a bare number is a constant."""
 
     start: float = Field(description="Value at the beginning.")
-    end: float | None = Field(None, description="Value at the end of the run; none keeps the start.")
-    shape: Literal["constant", "linear", "polynomial"] = Field("linear", description="How it moves.")
+    end: float | None = Field(None, description="Value at the end of the run; null: the start.")
+    shape: Literal["constant", "linear", "polynomial"] = Field("linear", description="How it changes over the run.")
     power: float = Field(POWER, gt=0, description="Exponent of the polynomial shape.")
     now: SkipJsonSchema[float] = Field(default=float("nan"), exclude=True, description="Value at the present moment.")
 
@@ -61,8 +62,9 @@ class Schedule(Settings):
         return self.model_copy(update={"now": self.end + (self.start - self.end) * share})
 
 
-def at(settings: Any, progress: float) -> Any:
+def at(settings: Moved, progress: float) -> Moved:
     """Return settings whose schedules, also those of settings inside them, stand at a progress in [0, 1]."""
+    assert isinstance(settings, BaseModel)
     moved = {}
     for name in type(settings).model_fields:
         value = getattr(settings, name)
@@ -76,24 +78,24 @@ def at(settings: Any, progress: float) -> Any:
 
 
 class Replaying(Settings):
-    """How much experience is kept, and how often and how evenly it is drawn."""
+    """How much experience is kept, and how often and by what chance it is drawn."""
 
     capacity: int = Field(100_000, ge=1, description="Most items that are kept.")
-    minimum: int = Field(1_000, ge=1, description="Items to have before the first draw.")
+    minimum: int = Field(1_000, ge=1, description="Items in the replay before the first draw.")
     # Schaul et al. 2015, arXiv:1511.05952, section 3.3 and table 3 (proportional variant).
-    alpha: float = Field(0.6, ge=0, le=1, description="How much priorities count in a draw; 0: every item alike.")
+    alpha: float = Field(0.6, ge=0, le=1, description="How much priorities count in a draw; 0: uniform.")
     beta: Schedule = Field(
         Schedule(start=0.4, end=1.0, shape="linear"),
-        description="How much the weights correct for priorities; 1: fully.",
+        description="How far importance weights correct for priorities; 1: fully.",
     )
     samples_per_insert: float | None = Field(
-        None, gt=0, description="Times that an item is drawn on average; none: as often as the learner can."
+        None, gt=0, description="Times that an item is drawn on average; null: as often as the learner can."
     )
     tolerance: float = Field(
         2.0, ge=0.5, description="Batches by which draws may run ahead of or behind samples_per_insert."
     )
-    chunk: int = Field(1, ge=1, description="Items that an actor gathers before it sends them.")
-    refresh: int = Field(1, ge=1, description="Sendings of an actor between its looks for new weights.")
-    publish: int = Field(1, ge=1, description="Batches between new weights for the actors.")
-    compress: bool = Field(False, description="Keep pictures in LZ4: a fraction of the memory, slower draws.")
-    save: bool = Field(False, description="Save the items in checkpoints as well; in lockstep they always are.")
+    chunk: int = Field(1, ge=1, description="Items that an actor collects before it sends them.")
+    refresh: int = Field(1, ge=1, description="Puts of an actor between two checks for new weights.")
+    publish: int = Field(1, ge=1, description="Batches between two publications of weights.")
+    compress: bool = Field(False, description="Compress images with LZ4: a fraction of the memory, slower draws.")
+    save: bool = Field(False, description="Save the items in checkpoints too; lockstep always does.")

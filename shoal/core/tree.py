@@ -32,11 +32,11 @@ def size_of(tree: Any) -> int:
     return sum(leaf.nbytes for leaf in leaves(tree))
 
 
-def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf with its path, keys joined by dots."""
+def flat(tree: Any, path: str = "", separator: str = ".") -> Iterator[tuple[str, Any]]:
+    """Every leaf with its path, keys joined by the separator."""
     if isinstance(tree, Mapping):
         for key in tree:
-            yield from flat(tree[key], f"{path}.{key}" if path else key)
+            yield from flat(tree[key], f"{path}{separator}{key}" if path else key, separator)
     else:
         yield path, tree
 

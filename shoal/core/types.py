@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from numpy.typing import NDArray
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = NDArray[Any]
 Tree: TypeAlias = Array | Mapping[str, "Tree"]
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Step(NamedTuple):
@@ -73,10 +74,14 @@ class NStep:
     n: int = 1
     gamma: float = 0.99
 
+    length: ClassVar[int] = 1
+    overlap: ClassVar[int] = 0
+    initial: ClassVar[tuple[str, ...]] = ()
+
 
 @dataclass(frozen=True)
 class Sequence:
-    """Cut the stream into runs of `length` actions, each starting `length - overlap` after the one before."""
+    """Cut the stream into runs of `length` actions, each starting `length - overlap` after the previous one."""
 
     length: int
     overlap: int = 0
@@ -90,7 +95,7 @@ class ArraySpec:
 
     shape: tuple[int, ...]
     dtype: str
-    stack: int = 1  # instants that the first axis shows side by side, so that all but one came before
+    stack: int = 1  # instants stacked along the first axis, all but one of which earlier observations showed
 
 
 @dataclass(frozen=True)
@@ -124,17 +129,18 @@ class Store(Protocol):
     """Where experience waits: never blocks."""
 
     def admit(self, actor: int, version: int, count: int) -> bool:
-        """Whether an actor may begin on so many items with weights of this version; False: fetch newer ones first."""
+        """Whether an actor may begin `count` items with weights of this version; False: fetch newer ones first."""
         ...
 
     def put(self, items: Mapping[str, Tree], priority: Array | None = None, actor: int | None = None) -> bool:
         """Copy the items of an actor in; False: full or over the limit, come back."""
         ...
 
-    def get(self, size: int, version: int = 0, beta: float = 1.0) -> Mapping[str, Tree] | None:
+    def get(self, size: int, version: int = 0, beta: float = 1.0, seed: int | None = None) -> Mapping[str, Tree] | None:
         """Return a batch for weights of this version as a tree; None: not enough yet.
 
-        Where items are drawn by priority, `beta` says how far their weights make up for it.
+        Where items are drawn by priority, `beta` is how far importance weights correct for it. Where several workers
+        draw at random, each brings a seed: what a store's own generator gives would depend on where the store lives.
         """
         ...
 
@@ -143,11 +149,11 @@ class Store(Protocol):
         ...
 
     def settle(self) -> Mapping[str, Array]:
-        """Come to a state that a checkpoint can hold, and return it."""
+        """Reach a state that a checkpoint can hold, and return it."""
         ...
 
     def restore(self, saved: Mapping[str, Array]) -> None:
-        """Go on from what `settle` returned."""
+        """Continue from what `settle` returned."""
         ...
 
     def refused(self) -> list[str]:
@@ -155,7 +161,7 @@ class Store(Protocol):
         ...
 
     def status(self) -> Mapping[str, float]:
-        """Tell `filled`, `capacity` and how many puts were `refused`, at least."""
+        """Counts by name: `filled`, `capacity` and how many puts were `refused`, at least."""
         ...
 
 
@@ -166,8 +172,13 @@ class Engine(Protocol):
         """Start a service and return a stand-in that looks like it."""
         ...
 
+    @property
+    def shares(self) -> bool:
+        """Whether it has memory that all workers of a machine share."""
+        ...
+
     def share(self, name: str, tree: Mapping[str, Array]) -> Any:
-        """Copy arrays into memory that all workers of a node share, and return a stand-in of it.
+        """Copy arrays into that memory and return a stand-in for it.
 
         A worker that gets the stand-in as an argument sees a mapping of names to arrays, and so does the head.
         """
@@ -181,12 +192,20 @@ class Engine(Protocol):
         """Return when the named workers have ended; raise what any worker raised, with its traceback."""
         ...
 
+    def hurry(self) -> None:
+        """Wait no longer than a grace period for anyone who is stuck: the user asked for the end of the run."""
+        ...
+
+    def report(self) -> Mapping[str, Any]:
+        """What each worker has done with its time, by name."""
+        ...
+
     def close(self) -> None:
         """End everything; nothing survives it."""
         ...
 
 
-def settled(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a service's method whose answers never change once given: engines may hand one copy of each to many."""
-    method.settled = True  # type: ignore[attr-defined]
+def immutable(method: Method) -> Method:
+    """Mark a service's method whose answers never change once given: engines may send one copy of each to many."""
+    method.immutable = True  # type: ignore[attr-defined]
     return method

@@ -159,7 +159,7 @@ def decode(data: Buffer, block: Buffer | None = None, limit: int = BODY_LIMIT) -
 
 
 def parse(view: memoryview, header: int, block: Buffer | None = None) -> Any:
-    """Read the value of a whole message whose header has so many bytes."""
+    """Read the value of a whole message whose header has `header` bytes."""
     end = PREFIX.size + header
     try:
         text = str(view[PREFIX.size : end], "utf-8")
@@ -174,7 +174,7 @@ def parse(view: memoryview, header: int, block: Buffer | None = None) -> Any:
 
 
 def _arrays(table: Any, body: memoryview, block: Buffer | None) -> list[Array | None]:
-    """The arrays of a table, as views; none begins before the end of the one before it."""
+    """The arrays of a table, as views; none begins before the end of the previous one."""
     arrays: list[Array | None] = []
     ends = [0, 0]  # of what was read in the body and in the shared block
     sources = body, None if block is None else memoryview(block)

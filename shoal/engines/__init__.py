@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.core.errors import ShoalError
 from shoal.core.recipe import find
 from shoal.engines.options import Options
-from shoal.engines.supervisor import Supervisor
+from shoal.engines.supervisor import Launcher, Supervisor
 
 ENGINES = {
     "inline": "shoal.engines.inline:Inline",
@@ -17,6 +18,16 @@ ENGINES = {
     "ray": "shoal.engines.ray:Ray",
     "cluster": "shoal.engines.cluster:Cluster",
 }
+
+
+if TYPE_CHECKING:  # mypy checks that each of them is a launcher
+    from shoal.engines.cluster import Cluster
+    from shoal.engines.inline import Inline
+    from shoal.engines.processes import Processes
+    from shoal.engines.ray import Ray
+    from shoal.engines.threads import Threads
+
+    _launchers: tuple[Callable[..., Launcher], ...] = (Inline, Threads, Processes, Ray, Cluster)
 
 
 def prepare(name: Any, modules: tuple[str, ...]) -> Any:
@@ -29,5 +40,5 @@ def prepare(name: Any, modules: tuple[str, ...]) -> Any:
 
 def make(name: str, options: Options, prepared: Any = None) -> Supervisor:
     """Make an engine of the launcher that a name in the table, or a user's import path, stands for."""
-    launcher = find(ENGINES.get(name, name))
+    launcher: Callable[..., Launcher] = find(ENGINES.get(name, name))
     return Supervisor(options, launcher(options) if prepared is None else launcher(options, prepared))

@@ -329,9 +329,8 @@ class Cluster(Launcher):
             yield from self._news_of(station)
         for name in [name for name in self.recipes if name not in self.places]:
             self.recipes[name][0].started = time.monotonic()  # it waits for a node, which may take its time
-        if name := self._asking:
-            if (moved := self._ask_turn(self.recipes[name][0])) is not None:
-                yield name, {"turned": moved}
+        if (name := self._asking) and (moved := self._ask_turn(self.recipes[name][0])) is not None:
+            yield name, {"turned": moved}
 
     def _news_of(self, station: Station) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """What a node has reported of the workers that live there."""

@@ -57,7 +57,7 @@ class Served:
 
     def lasting(self, method: str) -> bool:
         """Whether answers of a method never change once given."""
-        return getattr(getattr(self.service, method), "settled", False)
+        return getattr(getattr(self.service, method), "immutable", False)
 
 
 class Host:

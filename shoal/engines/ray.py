@@ -79,7 +79,14 @@ class Ray(Launcher):
             context = self.ray.get_runtime_context()
             self.node, self.namespace = context.get_node_id(), context.namespace
             self.actor = actor_class(self.ray)
-            start: dict[str, Any] = {"name": HEAD, "work": "", "args": [], "services": {}, "rights": None, "lockstep": False}
+            start: dict[str, Any] = {
+                "name": HEAD,
+                "work": "",
+                "args": [],
+                "services": {},
+                "rights": None,
+                "lockstep": False,
+            }
             self._launch(HEAD, start | {"deadline": options.deadline, "allow": options.allow and [*options.allow]})
         except BaseException:
             self.close()

@@ -12,9 +12,9 @@ from shoal.core.settings import Settings
 from shoal.core.types import Spec
 from shoal.envs.atari import Atari
 from shoal.envs.toy import TOYS
-from shoal.envs.vector import Episode, Worlds
+from shoal.envs.vector import Envs, Episode
 
-__all__ = ["TOYS", "Atari", "Environment", "Episode", "Worlds", "check", "make", "spec_of"]
+__all__ = ["TOYS", "Atari", "Environment", "Envs", "Episode", "check", "make", "spec_of"]
 
 
 class Environment(Settings):
@@ -43,11 +43,11 @@ def make(
     evaluation: bool = False,
     render: bool = False,
     limit: int | None = None,
-) -> Worlds:
+) -> Envs:
     """Make `size` environments that are stepped together.
 
-    In an evaluation rewards are not clipped and a lost life does not end an episode. Only worlds made with
-    `render` can be pictured. After `limit` steps an episode is cut off.
+    In an evaluation rewards are not clipped and a lost life does not end an episode. Only environments made
+    with `render` can be drawn. After `limit` steps an episode is cut off.
     """
     from shoal.envs import atari, gymnasium, toy
     from shoal.envs.vector import Vector
@@ -58,8 +58,8 @@ def make(
         return atari.Games(
             environment.id, environment.atari, size, seed, environment.metrics, evaluation, render, limit
         )
-    if environment.id in toy.WORLDS:
-        create = partial(toy.WORLDS[environment.id], **environment.arguments)
+    if environment.id in toy.ENVS:
+        create = partial(toy.ENVS[environment.id], **environment.arguments)
     else:
         create = partial(gymnasium.create, environment.id, environment.arguments, render)
     return Vector(environment.id, create, size, seed, environment.max_faults, environment.metrics, render, limit)
@@ -71,14 +71,14 @@ def check(environment: Environment) -> None:
 
     if atari.is_atari(environment.id):
         atari.rom(environment.id)
-    elif environment.id not in toy.WORLDS:
+    elif environment.id not in toy.ENVS:
         gymnasium.check(environment.id)
 
 
 def spec_of(environment: Environment) -> Spec:
     """What an environment shows and takes, read off one that is made for it."""
-    worlds = make(environment, 1, seed=0)
+    envs = make(environment, 1, seed=0)
     try:
-        return worlds.spec
+        return envs.spec
     finally:
-        worlds.close()
+        envs.close()

@@ -71,7 +71,7 @@ def _roms() -> dict[str, str]:
 
 
 def launch(id: str, settings: Atari, size: int) -> Any:
-    """Start so many of ALE's games."""
+    """Start ALE's games."""
     from ale_py.vector_env import AtariVectorEnv
 
     return AtariVectorEnv(

@@ -111,9 +111,9 @@ def _nearest(id: str) -> str:
 
     from shoal.envs import atari, toy
 
-    known = [*gymnasium.registry, *toy.WORLDS, *atari.ids()]
+    known = [*gymnasium.registry, *toy.ENVS, *atari.ids()]
     near = difflib.get_close_matches(id, dict.fromkeys(known), n=3, cutoff=0.5)
-    return f"Nearest known: {', '.join(near)}." if near else f"Toy worlds: {', '.join(toy.WORLDS)}."
+    return f"Nearest known: {', '.join(near)}." if near else f"Toy environments: {', '.join(toy.ENVS)}."
 
 
 def observations(space: Any) -> tuple[Any, Write]:

@@ -1,4 +1,4 @@
-"""Toy worlds: small enough to be solved in seconds or followed by hand.
+"""Toy environments: small enough to be solved in seconds or followed by hand.
 
 They have Gymnasium's interface but are plain classes, registered nowhere.
 """
@@ -36,7 +36,7 @@ def bars(values: Array) -> Array:
 class Catch:
     """Move a paddle under a falling ball: +1 for catching it, -1 for missing it.
 
-    The board and its rules are those of bsuite, arXiv:1908.03568; with `pixels` it is a picture of so many by so many.
+    The board and its rules are those of bsuite, arXiv:1908.03568; with `pixels` it is an image of `pixels` × `pixels`.
     """
 
     metadata = METADATA
@@ -164,7 +164,7 @@ class Target:
 
 
 class Counting:
-    """Show whole numbers that tell when and where a step was: proof that time is aligned.
+    """Show integers that say when and where a step was: proof that time is aligned.
 
     An observation is [actions taken in this episode, episode, a number of this environment's own, last
     action or -1]; the reward is the number of actions taken, so the action chosen at count c earns c + 1.
@@ -356,7 +356,7 @@ class Chain:
         return shown
 
 
-WORLDS: dict[str, Callable[..., Any]] = {
+ENVS: dict[str, Callable[..., Any]] = {
     "Catch": Catch,
     "Identity": Identity,
     "Target": Target,
@@ -365,4 +365,4 @@ WORLDS: dict[str, Callable[..., Any]] = {
     "DeepSea": DeepSea,
     "Chain": Chain,
 }
-TOYS: dict[str, str] = {name: str(world.__doc__).splitlines()[0] for name, world in WORLDS.items()}
+TOYS: dict[str, str] = {name: str(env.__doc__).splitlines()[0] for name, env in ENVS.items()}

@@ -14,17 +14,17 @@ from shoal.core.errors import Fatal, ShoalError
 from shoal.core.tree import map_tree
 from shoal.core.types import Array, Spec, Step
 
-HEALTHY_STEPS = 100  # after so many steps without a fault, the next fault begins a new row
+HEALTHY_STEPS = 100  # without a fault, after which the next fault begins a new row
 USUAL_FPS = 30  # what Gymnasium's own recorder takes where an environment does not say
 
 
 class Episode(NamedTuple):
-    """What one finished episode came to."""
+    """The result of one finished episode."""
 
     score: float  # undiscounted and unclipped
     length: int  # actions taken
     metrics: dict[str, float]
-    world: int  # the environment it was played in
+    env: int  # the index of the environment it was played in
     cut: bool = False  # by a limit that is none of the environment's own
 
 
@@ -36,7 +36,7 @@ class Sums(NamedTuple):
     last: float = 0.0
 
 
-class Worlds(Protocol):
+class Envs(Protocol):
     """B environments stepped together; the arrays of a step are new, and the caller's to keep.
 
     An episode ends with its true last observation and a discount of 0 (its own rules) or 1 (cut off). The
@@ -76,7 +76,7 @@ class Worlds(Protocol):
         ...
 
     def render(self) -> Array:
-        """Draw environment 0 as it stands: uint8 [H, W, 3]; only worlds that were made to be pictured can."""
+        """Draw environment 0 as it stands: uint8 [H, W, 3]; only environments that were made with `render` can."""
         ...
 
     def encode(self, observation: Any) -> Any:
@@ -119,7 +119,7 @@ class Tally:
                 self._values[index][key] = Sums(before.total + value, before.times + 1, value)
 
     def finish(self, index: int, cut: bool = False) -> None:
-        """Close an environment's episode and keep what it came to."""
+        """Close an environment's episode and keep its result."""
         metrics = {}
         for key, (total, times, last) in self._values[index].items():
             metrics[key] = {"sum": total, "average": total / times, "last": last}[self._metrics[key]]
@@ -144,8 +144,8 @@ class Tally:
 class Vector:
     """B environments with Gymnasium's interface, stepped one after another.
 
-    An environment that raises, or whose reward or observation is not finite, is reported, closed and made
-    anew with a new seed. Its episode ends at the last good observation and is not counted: the step that failed
+    An environment that raises, or whose reward or observation is not finite, is reported, closed and
+    recreated with a new seed. Its episode ends at the last good observation and is not counted: the step that failed
     opens the next one, so that nothing is learned from it.
     """
 
@@ -165,7 +165,7 @@ class Vector:
 
         self.size, self._limit = size, limit
         self._labels = [f"environment {index} of {size} ({name})" for index in range(size)]
-        self.environments: list[Any] = []  # None: closed after a fault, about to be made anew
+        self.environments: list[Any] = []  # None: closed after a fault, about to be recreated
         self._name, self._create, self._max_faults, self._metrics = name, create, max_faults, metrics
         self._drawn = render
         try:
@@ -186,7 +186,7 @@ class Vector:
         self._ended = [True] * size  # the next step opens an episode
         self._seeds = np.random.SeedSequence(seed).spawn(size)
         self._seed = [derive(seeds) for seeds in self._seeds]
-        self._seeded = [False] * size  # later episodes go on with the environment's own generator
+        self._seeded = [False] * size  # later episodes use the environment's own generator
         self._opened = [False] * size  # one that never opened will not get better by trying again
         self._row = [0] * size  # faults in a row
         self._last_fault = [0] * size
@@ -278,7 +278,7 @@ class Vector:
             self._release(self.environments.pop())
 
     def _open(self, index: int, observation: Any) -> None:
-        """Open an episode, making the environment anew as often as it fails."""
+        """Open an episode, recreating the environment as often as it fails."""
         now = doing.here()
         now.begin("the reset", self._labels[index])
         while (problem := self._try_open(index, observation)) is not None:
@@ -325,7 +325,7 @@ class Vector:
 
 
 def check_drawn(name: str, drawn: bool, opened: bool) -> None:
-    """Refuse a picture of worlds that were not made for it, or that show nothing yet."""
+    """Refuse to draw environments that were made without `render`, or that show nothing yet."""
     if not drawn:
         raise Fatal(f"{name} cannot be pictured: it was made without `render=True`")
     if not opened:

@@ -63,7 +63,7 @@ def n_step_targets(reward: Tensor, discount: Tensor, bootstrap: Tensor, last: Te
     total, factor = torch.zeros_like(reward), torch.ones_like(reward)
     going, value = torch.ones_like(last), bootstrap[:-1].clone()
     for step in range(min(n, length)):
-        still = length - step  # starts from which so many steps lead no further than the sequence
+        still = length - step  # starts from which `step` steps stay within the sequence
         on = going[:still]
         total[:still] += torch.where(on, factor[:still] * reward[step:], 0.0)
         factor[:still] *= torch.where(on, discount[step:], 1.0)

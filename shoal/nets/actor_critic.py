@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from shoal.core.tree import map_tree
 from shoal.core.types import Act, Batch, Spec, Step
 from shoal.nets.heads import make_head
-from shoal.nets.memory import Memory
+from shoal.nets.memory import Lstm
 from shoal.nets.normalise import CLIP, ObservationMoments, RunningMoments
-from shoal.nets.torsos import Network, Torso, orthogonal
+from shoal.nets.torsos import Architecture, Torso, orthogonal
+
+
+class ActorCriticArchitecture(Architecture):
+    """How observations become features of a policy and a value."""
+
+    separate: bool = Field(False, description="Whether policy and value have a torso each.")
+    normalise_reward: bool = Field(
+        False, description="Whether to divide rewards by the standard deviation of the discounted return."
+    )
+
+    @model_validator(mode="after")
+    def _one_memory(self) -> Self:
+        if self.separate and self.lstm:
+            raise ValueError("separate torsos cannot share an LSTM: set lstm to 0 or separate to false")
+        return self
 
 
 class ActorCritic(nn.Module):
     """Policy and value of observations over time, in one pass."""
 
-    def __init__(self, network: Network, spec: Spec, gamma: float, distribution: str = "clipped") -> None:
+    def __init__(
+        self, network: ActorCriticArchitecture, spec: Spec, gamma: float, distribution: str = "clipped"
+    ) -> None:
         super().__init__()
         self.gamma = gamma
         self.moments = ObservationMoments(spec.observation) if network.normalise_observation else None
         self.return_moments = RunningMoments(()) if network.normalise_reward else None
         self.torso = Torso(network, spec.observation)
         self.value_torso = Torso(network, spec.observation) if network.separate else None
-        self.memory = Memory(self.torso.features, network.lstm) if network.lstm else None
+        self.memory = Lstm(self.torso.features, network.lstm) if network.lstm else None
         features = network.lstm or self.torso.features
         self.head = make_head(features, spec.action, distribution)
         self.value = orthogonal(nn.Linear(features, 1), gain=1.0)
@@ -100,7 +118,7 @@ class ActorCritic(nn.Module):
 
 
 def raw_action(batch: Batch) -> Tensor:
-    """Return what the policy drew, [T, B, ...]: the action itself unless the head bent it."""
+    """Return what the policy drew, [T, B, ...]: the action itself unless the head changed it to fit the bounds."""
     return batch.record.get("raw", batch.action)
 
 

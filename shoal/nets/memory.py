@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Memory(nn.Module):
+class Lstm(nn.Module):
     """An LSTM over [T, B, F] whose state [B, 2·units] holds its output and its cell side by side."""
 
     def __init__(self, inputs: int, units: int) -> None:

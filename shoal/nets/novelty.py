@@ -1,4 +1,4 @@
-"""Networks that tell how new a state is: an embedding of what can be controlled, and random distillation."""
+"""Networks that measure how new a state is: an embedding of what can be controlled, and random distillation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.core.tree import map_tree
 from shoal.core.types import Batch, Spec
 from shoal.losses.masking import time_mean
 from shoal.losses.novelty import lasting_novelty
-from shoal.nets.torsos import Network, Torso, orthogonal
+from shoal.nets.torsos import Architecture, Torso, orthogonal
 
 FOLLOW = 0.01  # share of each batch in the moments of the error
 
@@ -22,7 +22,7 @@ class Novelty(nn.Module):
     error_mean: Tensor
     error_square: Tensor
 
-    def __init__(self, network: Network, spec: Spec, size: int) -> None:
+    def __init__(self, network: Architecture, spec: Spec, size: int) -> None:
         super().__init__()
 
         def encoder() -> nn.Module:
@@ -63,6 +63,6 @@ class Novelty(nn.Module):
         flat = map_tree(lambda x: x.flatten(0, 1), batch.observation)
         embedded = self.embedding(flat).view(length + 1, items, -1)
         logits = self.inverse(torch.cat([embedded[:-1], embedded[1:]], -1).flatten(0, 1))
-        told = nn.functional.cross_entropy(logits, batch.action.flatten(), reduction="none").view(length, items)
+        inverse = nn.functional.cross_entropy(logits, batch.action.flatten(), reduction="none").view(length, items)
         error = self.error(map_tree(lambda x: x[:-1].flatten(0, 1), batch.observation)).view(length, items)
-        return time_mean(told, batch.mask), time_mean(error, batch.mask)
+        return time_mean(inverse, batch.mask), time_mean(error, batch.mask)

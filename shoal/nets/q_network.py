@@ -11,13 +11,13 @@ from shoal.core.errors import Fatal
 from shoal.core.tree import map_tree
 from shoal.core.types import Batch, Loss, Spec, Step
 from shoal.losses.q_values import bootstrap, huber, pick, quantile_huber
-from shoal.nets.memory import Memory
+from shoal.nets.memory import Lstm
 from shoal.nets.normalise import ObservationMoments
-from shoal.nets.torsos import Network, Torso, orthogonal
+from shoal.nets.torsos import Architecture, Torso, orthogonal
 
 
 class QHead(nn.Module):
-    """Values of A actions from features; `quantiles` numbers for each tell their distribution (arXiv:1710.10044)."""
+    """Values of A actions from features; with `quantiles` numbers each for their distribution (arXiv:1710.10044)."""
 
     def __init__(self, features: int, actions: int, hidden: int, dueling: bool, quantiles: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class QHead(nn.Module):
         if self.value is None:
             return advantage  # type: ignore[no-any-return]  # nn.Module.__call__ is untyped
         value = self.value(features).view(-1, 1, self.quantiles)
-        # arXiv:1511.06581, eq. 9: the mean is taken off so that value and advantage can be told apart.
+        # arXiv:1511.06581, eq. 9: the mean is taken off so that value and advantage are identifiable.
         return value + advantage - advantage.mean(1, keepdim=True)  # type: ignore[no-any-return]
 
 
@@ -46,15 +46,18 @@ class QNetwork(nn.Module):
     """Action values of observations over time."""
 
     def __init__(
-        self, network: Network, spec: Spec, dueling: bool, quantiles: int = 1, hidden: int = 0, extra: int = 0
+        self, network: Architecture, spec: Spec, dueling: bool, quantiles: int = 1, hidden: int = 0, extra: int = 0
     ) -> None:
-        """With `extra` numbers beside the features: the last action and reward, or what the agent is asked to do."""
+        """Take `extra` numbers beside the features, such as the last action and reward."""
         super().__init__()
         if not spec.action.discrete:
-            raise Fatal("action values need discrete actions; this environment's are continuous: choose ppo or impala")
+            raise Fatal(
+                "a network of action values does not support continuous actions, which this environment has: "
+                "choose ppo or impala"
+            )
         self.moments = ObservationMoments(spec.observation) if network.normalise_observation else None
         self.torso = Torso(network, spec.observation)
-        self.memory = Memory(self.torso.features + extra, network.lstm) if network.lstm else None
+        self.memory = Lstm(self.torso.features + extra, network.lstm) if network.lstm else None
         features = network.lstm or (self.torso.features + extra)
         self.head = QHead(features, spec.action.size, hidden, dueling, quantiles)
 
@@ -81,7 +84,7 @@ class QNetwork(nn.Module):
         """The first carry of a recurrent network: the memory as `core`, the last action as `action`."""
         state = self.initial_state(size)
         if state is None:
-            raise Fatal("this algorithm needs a memory: set network.lstm")
+            raise Fatal("this algorithm needs an LSTM: set network.lstm to its units")
         return {"core": state, "action": torch.zeros(size, dtype=torch.int64, device=state.device)}
 
     def values(self, step: Step) -> Tensor:
@@ -127,13 +130,13 @@ def ladder(rank: Tensor, base: float, alpha: float) -> Tensor:
 
 
 def previous(action: Tensor, reward: Tensor, first: Tensor, actions: int) -> Tensor:
-    """What a memory is told of the step before: its action as one-hot and its reward; nothing at an opening."""
-    told = torch.cat([torch.nn.functional.one_hot(action, actions).to(reward.dtype), reward.unsqueeze(-1)], dim=-1)
-    return told * (~first).unsqueeze(-1)
+    """What an LSTM sees of the previous step: its action as one-hot and its reward; zeros where an episode begins."""
+    seen = torch.cat([torch.nn.functional.one_hot(action, actions).to(reward.dtype), reward.unsqueeze(-1)], dim=-1)
+    return seen * (~first).unsqueeze(-1)
 
 
-def told(batch: Batch, actions: int) -> Tensor:
-    """What `previous` told at every step [T + 1, B, E] of a sequence, the first of which is on record."""
+def all_previous(batch: Batch, actions: int) -> Tensor:
+    """`previous` at every step [T + 1, B, E] of a sequence; that of the first step is on record."""
     return torch.cat([batch.record["previous"], previous(batch.action, batch.reward, batch.first[1:], actions)])
 
 
@@ -143,7 +146,7 @@ def lasts(batch: Batch) -> Tensor:
 
 
 def check_overlap(burn_in: int, unroll: int, overlap: int) -> None:
-    """Refuse sequences between which steps would be lost or that would not go on."""
+    """Refuse an overlap that would lose steps between sequences, or that would repeat them for ever."""
     if not burn_in <= overlap < burn_in + unroll:
         raise ValueError(
             f"overlap {overlap} must be at least burn_in {burn_in}, so that every step is learned from, "

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 
 from shoal.core.errors import ShoalError
@@ -21,7 +21,7 @@ RESIDUAL_GAIN = math.sqrt(2 / 6)  # six blocks together then about double the va
 Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 
 
-class Network(Settings):
+class Architecture(Settings):
     """How observations become features."""
 
     torso: Literal["auto", "mlp", "nature", "resnet"] = Field(
@@ -29,20 +29,10 @@ class Network(Settings):
     )
     hidden: tuple[int, ...] = Field((64, 64), description="Units of each layer of an mlp.")
     activation: Literal["tanh", "relu"] = Field("tanh", description="Activation of an mlp.")
-    lstm: int = Field(0, ge=0, description="Units of the LSTM after the torso; 0 leaves it out.")
-    separate: bool = Field(False, description="Whether policy and value have a torso each.")
+    lstm: int = Field(0, ge=0, description="Units of the LSTM after the torso; 0: no LSTM.")
     normalise_observation: bool = Field(
         False, description="Whether to bring floating point observations to mean 0 and variance 1."
     )
-    normalise_reward: bool = Field(
-        False, description="Whether to divide rewards by the standard deviation of the discounted return."
-    )
-
-    @model_validator(mode="after")
-    def _one_memory(self) -> Self:
-        if self.separate and self.lstm:
-            raise ValueError("separate torsos cannot share an LSTM: set lstm to 0 or separate to false")
-        return self
 
 
 def orthogonal(layer: Layer, gain: float = math.sqrt(2.0)) -> Layer:
@@ -150,7 +140,7 @@ def is_image(spec: ArraySpec) -> bool:
     return len(spec.shape) == 3 and spec.dtype == "uint8"
 
 
-def _torso(network: Network, spec: ArraySpec) -> tuple[nn.Sequential, int]:
+def _torso(network: Architecture, spec: ArraySpec) -> tuple[nn.Sequential, int]:
     """Return the torso for one array and the number of its features."""
     choice = network.torso if is_image(spec) else "mlp"
     if choice == "auto":
@@ -166,7 +156,7 @@ def _torso(network: Network, spec: ArraySpec) -> tuple[nn.Sequential, int]:
 class Torso(nn.Module):
     """Features of an observation, or of each array of a mapping, side by side."""
 
-    def __init__(self, network: Network, observation: Any) -> None:
+    def __init__(self, network: Architecture, observation: Any) -> None:
         super().__init__()
         specs: list[ArraySpec] = [*leaves(observation)]
         if network.torso in ("nature", "resnet") and not any(map(is_image, specs)):

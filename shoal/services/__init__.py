@@ -1,6 +1,17 @@
 """Services: they answer at once and call nobody."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 STORES = {
     "queue": "shoal.services.queue:Queue",
     "replay": "shoal.services.replay:Replay",
 }
+
+if TYPE_CHECKING:  # mypy checks that each of them is a store
+    from shoal.core.types import Store
+    from shoal.services.queue import Queue
+    from shoal.services.replay import Replay
+
+    _stores: tuple[type[Store], ...] = (Queue, Replay)

@@ -27,7 +27,7 @@ class Member:
     life: int  # how many groups had joined before it
     receiver: Receiver
     sum: dict[str, Array]
-    raw: float | None = None  # none: it has not merged yet
+    raw: float | None = None  # None: it has not merged yet
     merged: int = 0  # the version that its last change led to
 
 
@@ -48,7 +48,7 @@ class Averager:
         updates: int = 0,
         most: int | None = None,
     ) -> None:
-        """Begin with these weights, after so many steps and updates; a change of more than `most` steps is a lie."""
+        """Begin with these weights and counts; a change that claims more than `most` steps is refused."""
         self.weights = {name: np.array(array) for name, array in weights.items()}
         self.moments, self.most = found_in(weights), most
         self.sender = Sender(codec)
@@ -62,7 +62,7 @@ class Averager:
         self.sender.publish(self.version, self.weights)
 
     def join(self, group: str) -> Mapping[str, Any]:
-        """Take in a group that begins, or begins again; it is told the weights whole."""
+        """Admit a group that begins, or begins again, and return all weights."""
         zeros = {name: np.zeros_like(array) for name, array in self.weights.items()}
         self.members[group] = Member(self.joined, Receiver(self.weights), zeros, merged=self.version)
         self.joined += 1
@@ -71,10 +71,10 @@ class Averager:
     def merge(
         self, group: str, life: int, version: int, steps: int, updates: int, message: Any, metrics: Mapping[str, float]
     ) -> Mapping[str, Any]:
-        """Take a group's change since a version, told as the sum of all its changes, and return the newest weights.
+        """Merge a group's change since a version, sent as the sum of all its changes, and return the newest weights.
 
-        A group that has begun again elsewhere counts from zero, so what its former life still sends fits no more. What
-        makes no sense changes nothing: the answer is the reason under `refused`, and the group should join again.
+        A group that has begun again elsewhere counts from zero, so what its former life still sends no longer applies.
+        An invalid change alters nothing: the answer has the reason under `refused`, and the group should join again.
         """
         if (member := self.members.get(group)) is None or member.life != life:
             raise ShoalError(f"{group} has not joined, or has begun again since")
@@ -96,17 +96,17 @@ class Averager:
         return self._answer(version)
 
     def _check(self, version: Any, steps: Any, updates: Any, metrics: Any) -> None:
-        """Refuse counts and metrics that cannot be."""
+        """Refuse impossible counts and metrics."""
         for name, value in (("version", version), ("steps", steps), ("updates", updates)):
             if type(value) is not int or value < 0:
-                raise ShoalError(f"{name} is {value!r}, and not a whole number from 0 on")
+                raise ShoalError(f"{name} is {value!r}, not an integer of at least 0")
         if version > self.version:
-            raise ShoalError(f"version {version} is still to come: the newest is {self.version}")
+            raise ShoalError(f"version {version} does not exist yet: the newest is {self.version}")
         if self.most is not None and steps > self.most:
-            raise ShoalError(f"{steps:,} steps are more than any change could have: {self.most:,}")
+            raise ShoalError(f"{steps:,} steps are more than a change can have: {self.most:,}")
         for name, value in metrics.items():
             if type(value) not in (int, float) or not math.isfinite(value):
-                raise ShoalError(f"metric {name} is {value!r}, and not a finite number")
+                raise ShoalError(f"metric {name} is {value!r}, not a finite number")
 
     def _merged(self, member: Member, whole: Mapping[str, Array], raw: float) -> tuple[float, dict[str, Array]]:
         """The share of a change, and the weights with it."""
@@ -147,13 +147,13 @@ class Averager:
     def status(self) -> Mapping[str, Any]:
         """How far all groups together have come, the metrics of the last change, and what was refused since."""
         counts = {"version": self.version, "steps": self.steps, "updates": self.updates}
-        told = {"megabytes_received": self.received / 1e6, "megabytes_sent": self.sent / 1e6}
-        return {**counts, "metrics": {**self.metrics, **told}, "refused": self.refusals.drain()}
+        traffic = {"megabytes_received": self.received / 1e6, "megabytes_sent": self.sent / 1e6}
+        return {**counts, "metrics": {**self.metrics, **traffic}, "refused": self.refusals.drain()}
 
     def newest(self) -> Mapping[str, Array]:
         """The merged weights."""
         return self.weights
 
     def stop(self) -> None:
-        """Tell every group to end, when it next asks."""
+        """Ask every group to end, in the next answer to it."""
         self.stopped = True

@@ -1,4 +1,4 @@
-"""Pictures that are kept once, however many items show them."""
+"""Images that are kept once, however many items show them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Frames:
     """A pool of frames of one size, counted by use; equal ones are found by their hash and compared byte by byte.
 
     A stack of the last four frames, and the same stack as another item's last observation, then cost four numbers
-    instead of four pictures.
+    instead of four images.
     """
 
     def __init__(self, capacity: int, size: int, compress: bool = False) -> None:
-        """Hold at most so many frames of so many bytes."""
+        """Hold at most `capacity` frames of `size` bytes."""
         self.size, self.capacity = size, capacity
         self.pool: Any = Compressed(size) if compress else np.zeros((capacity, size), np.uint8)
         self.uses = np.zeros(capacity, np.int32)
@@ -96,7 +96,7 @@ class Frames:
         return places
 
     def _add_each(self, frames: Array, hashes: Array) -> Array:
-        """Keep every frame for itself: two different ones have the same hash, which is rare beyond care."""
+        """Keep every frame by itself: two different ones have the same hash, which is extremely rare."""
         if len(frames) > self.left:
             raise Full
         places = self._store(frames, hashes)
@@ -137,7 +137,7 @@ class Compressed:
             self.held[place] = self._compress(frame.tobytes(), store_size=False)
 
     def forget(self, places: Array) -> None:
-        """Let frames go."""
+        """Drop frames."""
         for place in places.tolist():
             del self.held[place]
 

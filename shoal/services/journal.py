@@ -9,62 +9,61 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shoal.core.caller import caller
+from shoal.core.means import Means
 
 FAULTS = 20  # reports that wait for the recorder
-LONGEST = 20_000  # letters of one
+LONGEST = 20_000  # characters of one
 
 
 class Journal:
     """Counts, metrics, recent episodes, evaluations and faults."""
 
     def __init__(self, target: float | None = None, state: Mapping[str, Any] | None = None) -> None:
-        """Stop the run when an evaluation reaches the target, if there is one; go on from a saved state."""
+        """Stop the run when an evaluation reaches the target, if there is one; continue from a saved state."""
         state = state or {}
         self.target = target
         self.started: float = time.monotonic() - state.get("seconds", 0.0)
         self.first_update: float | None = state.get("first_update")  # seconds after the start
         self.counts = {"steps": 0, "updates": 0, "episodes": 0, "faults": 0, **state.get("counts", {})}
         self.metrics: dict[str, float] = dict(state.get("metrics", {}))  # the newest
-        self.sums: dict[str, tuple[float, int]] = {}  # since the last look of the recorder
+        self.means = Means()  # of the metrics since the recorder last asked
         self.episodes = deque[tuple[float, int]](map(tuple, state.get("episodes", ())), maxlen=100)
         self.evaluations: list[dict[str, Any]] = list(state.get("evaluations", ()))
-        self.told = len(self.evaluations)  # how many the recorder has
+        self.recorded = len(self.evaluations)  # how many the recorder has
         self.faults: deque[str] = deque(maxlen=FAULTS)
-        self.choices: deque[list[float]] = deque(maxlen=10_000)  # since the last look of the recorder
+        self.choices: deque[list[float]] = deque(maxlen=10_000)  # since the recorder last asked
         self.checkpoint: dict[str, float] | None = None
         self.stopped_by = ""
 
     def learned(self, steps: int, updates: int, metrics: Mapping[str, float]) -> bool:
-        """Take the learner's progress; True: end the run."""
+        """Note the learner's progress; True: end the run."""
         if updates and self.first_update is None:
             self.first_update = self._seconds()
         self.counts["steps"], self.counts["updates"] = steps, updates
         self.metrics.update(metrics)
-        for name, value in metrics.items():
-            total, count = self.sums.get(name, (0.0, 0))
-            self.sums[name] = total + value, count + 1
+        self.means.add(metrics)
         return bool(self.stopped_by)
 
     def went_back(self, steps: int) -> None:
-        """Take that the learner goes on from so many steps, and forget what was scored after them."""
+        """Note that the learner continues from an earlier step, and forget what was scored after it."""
         self.counts["steps"] = steps
         self.evaluations = [result for result in self.evaluations if result["steps"] <= steps]
-        self.told = min(self.told, len(self.evaluations))
+        self.recorded = min(self.recorded, len(self.evaluations))
 
     def saved(self, steps: int, problem: str) -> None:
-        """Take that a checkpoint was saved, or why not."""
+        """Note that a checkpoint was saved, or why not."""
         if problem:
             self.report(problem)
         else:
             self.checkpoint = {"steps": steps, "seconds": self._seconds()}
 
     def acted(self, episodes: list[Any], faults: list[str], choices: Sequence[list[float]] = ()) -> None:
-        """Take an actor's episodes as [score, length, …], what broke, and its bandits' pulls as [arm, score]."""
+        """Note an actor's episodes as [score, length, …], its faults, and its bandits' pulls as [arm, score]."""
         played = [(score, length) for score, length, *_ in episodes if _number(score) and _number(length, 0)]
         pulled = [[arm, score] for arm, score in choices if _number(arm, 0) and _number(score)]
         if len(played) < len(episodes) or len(pulled) < len(choices):
             self.faults.append(
-                f"{caller() or 'someone'} reported episodes or choices that hold no proper numbers: left out"
+                f"{caller() or 'someone'} reported episodes or choices that are not finite numbers: left out"
             )
             self.counts["faults"] += 1
         self.episodes.extend(played)
@@ -74,11 +73,11 @@ class Journal:
         self.choices.extend(pulled)
 
     def report(self, problem: str) -> None:
-        """Take something that a user should know."""
+        """Note something that the user should know."""
         self.faults.append(problem)
 
     def evaluated(self, result: Mapping[str, Any]) -> bool:
-        """Take an evaluation: `steps` that produced the weights, `mean`, `scores` and metrics; True: no more wanted."""
+        """Note an evaluation: `steps` behind the weights, `mean`, `scores` and metrics; True: no more are wanted."""
         self.evaluations.append({**result, "seconds": self._seconds()})
         if self.target is not None and result["mean"] >= self.target:
             self.stop("target")
@@ -97,20 +96,18 @@ class Journal:
         return self.stopped_by
 
     def drain(self) -> Mapping[str, Any]:
-        """A snapshot with the evaluations and faults since the last call, and the metrics' means since then."""
-        means = {name: total / count for name, (total, count) in self.sums.items()}
+        """A snapshot with the evaluations, problems and means of the metrics since the last call."""
         news = {
             **self.snapshot(),
-            "metrics": means,
-            "evaluations": self.evaluations[self.told :],
-            "faults_told": list(self.faults),
+            "metrics": self.means.take(),
+            "evaluations": self.evaluations[self.recorded :],
+            "problems": list(self.faults),
             "choices": list(self.choices),
             "checkpoint": self.checkpoint,
         }
-        self.told = len(self.evaluations)
+        self.recorded = len(self.evaluations)
         self.faults.clear()
         self.choices.clear()
-        self.sums.clear()
         return news
 
     def snapshot(self) -> Mapping[str, Any]:
@@ -127,11 +124,11 @@ class Journal:
         }
 
     def _seconds(self) -> float:
-        """Since the beginning, by a clock that nobody sets."""
+        """Seconds since the beginning, by a monotonic clock."""
         return time.monotonic() - self.started
 
     def state(self) -> Mapping[str, Any]:
-        """What a resumed run goes on from."""
+        """What a resumed run continues from."""
         return {
             "seconds": self._seconds(),
             "first_update": self.first_update,

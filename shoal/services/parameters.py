@@ -1,4 +1,4 @@
-"""The newest weights, for whoever asks."""
+"""The newest weights, for actors and evaluators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from shoal.core.codec import Codec, Sender
 from shoal.core.tree import map_tree, size_of
-from shoal.core.types import Array, Tree, settled
+from shoal.core.types import Array, immutable
 
 
 def in_order(array: Array) -> Array:
@@ -18,21 +18,21 @@ def in_order(array: Array) -> Array:
 
 
 class Parameters:
-    """Holds one version of the weights, the newest, and counts what it hands out."""
+    """Holds one version of the weights, the newest, and counts what it sends."""
 
     def __init__(self, codec: Codec | None = None) -> None:
-        """Begin with none; the codec says how weights are handed out, without one as they are."""
+        """Begin with none; the codec encodes weights for sending, without one they are sent as they are."""
         self.newest: dict[str, Any] | None = None
         self.sender = None if codec is None or codec.plain else Sender(codec)
-        self.answers: dict[int, dict[str, Any]] = {}  # of the newest version, by the one that the caller holds
+        self.answers: dict[int, dict[str, Any]] = {}  # of the newest version, by the version that the caller holds
         self.fetches = self.bytes = 0
 
-    def publish(self, version: int, steps: int, period: int, final: bool, weights: Tree) -> int:
-        """Replace the weights, and return the bytes handed out so far; the learner may go on changing its own.
+    def publish(self, version: int, steps: int, period: int, final: bool, weights: Mapping[str, Array]) -> int:
+        """Replace the weights, and return the bytes sent so far; the learner may continue to change its own.
 
-        A new period asks everyone to begin afresh, which makes the checkpoint before it a point to go on from exactly.
+        A new period asks everyone to begin again, so that a run can continue exactly from the checkpoint before it.
         """
-        # Going on from a checkpoint begins with exact weights, so a period does. The last ones are there to stay.
+        # A run that continues from a checkpoint begins with exact weights, so a period must. The last ones are final.
         exact = final or self.newest is None or self.newest["period"] != period
         self.newest = {"version": version, "steps": steps, "period": period, "final": final}
         if self.sender is None:
@@ -42,12 +42,12 @@ class Parameters:
             self.answers.clear()
         return self.bytes
 
-    @settled
+    @immutable
     def fetch(self, newer_than: int) -> Mapping[str, Any] | None:
         """The weights with their version and the steps they were trained for; None: the caller holds them.
 
-        A learner that went back to its checkpoint counts on from there, so who holds a later version gets this one.
-        Where a codec is at work they are a message for its receiver, which holds `newer_than`, or nothing: -1.
+        A learner that went back to its checkpoint counts on from there, so the holder of a later version gets this one.
+        With a codec they are a message for a receiver that holds version `newer_than`, or nothing: -1.
         """
         if self.newest is None or self.newest["version"] == newer_than:
             return None
@@ -61,13 +61,13 @@ class Parameters:
         self.bytes += sum(link.nbytes for link in answer["message"]["links"])
         return answer
 
-    @settled
-    def weights(self) -> Tree:
-        """The newest weights as everyone holds who fetched them; the final ones are exact."""
+    @immutable
+    def weights(self) -> Mapping[str, Array]:
+        """The newest weights, as followers hold them after a fetch; the final ones are exact."""
         if self.sender is None:
             assert self.newest is not None
             return self.newest["weights"]  # type: ignore[no-any-return]
-        return self.sender.weights()
+        return self.sender.weights()  # type: ignore[return-value]  # a mapping was published
 
     def status(self) -> Mapping[str, Any] | None:
         """What `fetch` would bring, without the weights, and how much it has brought so far."""

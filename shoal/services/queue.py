@@ -19,7 +19,7 @@ LATE = 30.0  # seconds after which experience that was announced is no longer wa
 
 
 class Announced(NamedTuple):
-    """Items that an actor is at work on: how many, by weights of which version, and since when."""
+    """Items that an actor is working on: how many, with weights of which version, and since when."""
 
     items: int
     version: int
@@ -27,41 +27,41 @@ class Announced(NamedTuple):
 
 
 class Queue:
-    """A bounded queue in memory that is allocated once; a full one says so, which slows the actors down.
+    """A bounded queue in memory that is allocated once; when it is full, `put` answers False and actors wait.
 
-    How old experience may be is seen to before it is made: an actor asks whether it may begin. Items in the queue and
-    items announced lie before the new ones, and each batch of them is one more version of the weights by the time the
-    new ones are learned from. The learner in turn waits for whoever would be too late otherwise. So nothing has to be
-    dropped, and a slow actor's experience counts like a fast one's.
+    The age of experience is bounded before it is made: an actor asks whether it may begin. Items in the queue and items
+    announced come before the new ones, and each batch of them adds one version to the weights by the time the new ones
+    are learned from. The learner in turn waits for an actor whose items would otherwise be too old. So nothing has to
+    be dropped, and a slow actor's experience counts like a fast one's.
     """
 
     def __init__(
         self, capacity: int, batch: int = 1, max_lag: int | None = None, choices: int = 0, exact: bool = False
     ) -> None:
-        """Hold at most so many items; with `max_lag`, a batch of them is at most so many versions old.
+        """Hold at most `capacity` items; a batch of them is at most `max_lag` versions old.
 
         Discrete actions lie below `choices`. Under `exact` the clock decides nothing.
         """
         self.capacity, self.batch, self.max_lag, self.choices, self.exact = capacity, batch, max_lag, choices, exact
         self.memory: Any = None  # as the items, [T or T+1, capacity, ...]
         self.version = np.zeros(capacity, np.int64)
-        self.arrived = np.zeros(capacity, np.int64)  # the learner's version when an item came
+        self.arrived = np.zeros(capacity, np.int64)  # the learner's version when an item arrived
         self.free = deque(range(capacity))
         self.filled: deque[int] = deque()
-        self.taken = 0  # items ever handed out, which are their keys
+        self.taken = 0  # items returned so far, which are their keys
         self.next = 0  # version of the weights that the next batch will change
         self.announced: dict[int, Announced] = {}  # by actor
         self.ages = {"age_of_weights": 0.0, "age_of_data": 0.0}
         self.refusals = Refusals()
 
     def admit(self, actor: int, version: int, count: int) -> bool:
-        """Whether an actor may begin on so many items with these weights; False: fetch newer ones, and ask again."""
+        """Whether an actor may begin `count` items with these weights; False: fetch newer ones, and ask again."""
         self.announced.pop(actor, None)
         if self.max_lag is None:
             return True
         before = len(self.filled) + sum(announced.items for announced in self._coming())
-        # By the last of the new items; but where none may be old at all, by the first: or else nobody might be at work
-        # while a batch is not complete.
+        # Counted for the last of the new items. With a lag of 0 it is the first: otherwise no actor might be at work
+        # while a batch is incomplete.
         last = before + (count - 1 if self.max_lag else 0)
         if before + count > self.capacity or self.next + last // self.batch - version > self.max_lag:
             return False
@@ -69,14 +69,14 @@ class Queue:
         return True
 
     def _coming(self) -> list[Announced]:
-        """What actors are at work on, but for those that take too long."""
+        """What actors are working on, without those that take too long."""
         limit = -math.inf if self.exact else time.monotonic() - LATE
         return [announced for announced in self.announced.values() if announced.since > limit]
 
     def put(self, items: Mapping[str, Tree], priority: Array | None = None, actor: int | None = None) -> bool:
-        """Copy items in, all or none; False: full, come back. Items that make no sense are refused and counted.
+        """Copy items in, all or none; False: full, come back. Invalid items are refused and counted.
 
-        An actor that announced them says who it is.
+        `actor` is who announced them, if anyone did.
         """
         version = np.asarray(items["version"])
         if not len(version):
@@ -98,7 +98,7 @@ class Queue:
 
         def write(memory: Array, x: Array) -> None:
             if x.shape != (shape := (len(memory), len(slots), *memory.shape[2:])):
-                raise ValueError(f"items of shape {x.shape} came where those before had {shape}")
+                raise ValueError(f"items of shape {x.shape}, but earlier ones had {shape}")
             memory[:, index] = x
 
         map_tree(write, self.memory, content)
@@ -109,16 +109,16 @@ class Queue:
         self.refusals.accept()
         return True
 
-    def get(self, size: int, version: int = 0, beta: float = 1.0) -> Mapping[str, Tree] | None:
-        """A batch for weights of this version: items of the oldest policies, and of one policy those that came first.
+    def get(self, size: int, version: int = 0, beta: float = 1.0, seed: int | None = None) -> Mapping[str, Tree] | None:
+        """A batch for weights of this version: items of the oldest policy first, then in the order of arrival.
 
-        None: not enough yet, or somebody is still at work who would be too late for the next batch.
+        None: not enough yet, or an actor is still working on items that would be too old for the next batch.
         """
         self.next = version
         if len(self.filled) < size:
             return None
         if self.max_lag and any(version + 1 - announced.version > self.max_lag for announced in self._coming()):
-            return None  # after this batch, what is being made would be too old
+            return None  # after this batch, what is under way would be too old
         order = np.argsort(self.version[list(self.filled)], kind="stable")
         if (np.diff(order) < 0).any():
             waiting = list(self.filled)
@@ -136,7 +136,7 @@ class Queue:
         """Nothing to do: no item comes twice."""
 
     def settle(self) -> Mapping[str, Array]:
-        """Forget what waits: its actors will begin anew."""
+        """Forget what waits: its actors will begin again."""
         self.free.extend(self.filled)
         self.filled.clear()
         self.announced.clear()
@@ -156,7 +156,7 @@ class Queue:
 
 
 def ages(version: int, acted: Array, arrived: Array) -> dict[str, float]:
-    """How many versions a batch's policies were behind when it came in, and how many it waited since, on average."""
+    """How many versions a batch's policies were behind when it arrived, and how many it waited since, on average."""
     return {
         "age_of_weights": float((arrived - acted).mean()),
         "age_of_data": float((version - arrived).mean()),

@@ -1,4 +1,4 @@
-"""Replay: experience that is kept in a ring and drawn again, by priority or evenly."""
+"""Replay: experience that is kept in a ring and drawn again, by priority or uniformly."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ import numpy as np
 
 from shoal.core.errors import Fatal
 from shoal.core.settings import Replaying
+from shoal.core.tree import flat
 from shoal.core.types import Array, Tree
 from shoal.services.frames import Frames, Full
 from shoal.services.inspection import Refusals, items_problem, priority_problem
 from shoal.services.queue import ages
-from shoal.services.sums import Sums
+from shoal.services.sum_tree import SumTree
 
-PICTURE = 1024  # bytes from which observations are kept as frames, each once
+PICTURE = 1024  # bytes; observations of this size or more are kept as frames, each frame once
 SPARE = 1.2  # frames per new step: episodes begin with whole stacks
-LEAST = 1e-6  # what is added to a priority, so that no item is lost for good
+LEAST = 1e-6  # added to every priority, so that every item can be drawn
 
 
 class Replay:
-    """A ring of items in memory that is allocated once; draws are by priority (arXiv:1511.05952) or even.
+    """A ring of items in memory that is allocated once; draws are by priority (arXiv:1511.05952) or uniform.
 
     Every item has a key that is never given again; a key whose item was overwritten is ignored.
     """
 
     def __init__(self, settings: Replaying, batch: int, overlap: int = 0, stack: Any = 1, choices: int = 0) -> None:
-        """Draw `batch` items at a time; `overlap` steps of a sequence came before.
+        """Draw `batch` items at a time; `overlap` steps of each sequence are those of the previous one.
 
         Discrete actions lie below `choices`.
         """
@@ -38,22 +39,22 @@ class Replay:
         self.shapes: dict[str, tuple[int, ...]] = {}  # of observations that are kept as frames
         self.keys = np.full(self.capacity, -1, np.int64)
         self.version = np.zeros(self.capacity, np.int64)
-        self.arrived = np.zeros(self.capacity, np.int64)  # the learner's version when an item came
-        self.sums = Sums(self.capacity)
-        self.highest = 1.0  # priority of an item that nobody judged yet
+        self.arrived = np.zeros(self.capacity, np.int64)  # the learner's version when an item arrived
+        self.sums = SumTree(self.capacity)
+        self.highest = 1.0  # the highest priority so far, which an item without one gets
         self.inserted = self.filled = self.drawn = self.steps = 0
         self.next = 0  # version of the weights that the next batch will change
         self.ages = {"age_of_weights": 0.0, "age_of_data": 0.0}
         self.refusals = Refusals()
 
     def admit(self, actor: int, version: int, count: int) -> bool:
-        """Whether an actor may begin on experience: always, since a replay gives it again when it is old as well."""
+        """Whether an actor may begin: always, since a replay draws old experience as well."""
         return True
 
     def put(self, items: Mapping[str, Tree], priority: Array | None = None, actor: int | None = None) -> bool:
         """Copy items in over the oldest; False: the learner is behind, come back.
 
-        Items or priorities that make no sense are refused and counted.
+        Invalid items or priorities are refused and counted.
         """
         versions = np.asarray(items["version"])
         count = len(versions)
@@ -64,7 +65,8 @@ class Replay:
         if problem := items_problem(items, priority, self.choices):
             self.refusals.add("experience", problem)
             return True
-        leaves = flat(items)
+        content = {key: value for key, value in items.items() if key != "version"}
+        leaves = {name: np.asarray(leaf) for name, leaf in flat(content, separator="/")}
         if not self.memory:
             self._allocate(leaves)
         keys = self.inserted + np.arange(count)
@@ -82,10 +84,7 @@ class Replay:
         return True
 
     def get(self, size: int, version: int = 0, beta: float = 1.0, seed: int | None = None) -> Mapping[str, Tree] | None:
-        """Draw a batch for weights of this version, with importance weights of at most 1; None: too few yet.
-
-        Where several workers draw, each brings a seed: those of a process of its own would depend on where that is.
-        """
+        """Draw a batch for weights of this version, with importance weights of at most 1; None: too few yet."""
         self.next = version
         if self.filled < self.settings.minimum or self._ahead() - size < -self._slack():
             return None
@@ -104,7 +103,7 @@ class Replay:
         return {**batch, "key": self.keys[slots], "version": self.version[slots], "weight": weight}
 
     def update(self, key: Array, priority: Array) -> None:
-        """Set priorities; keys of items that are gone are ignored, and priorities that make no sense refused."""
+        """Set priorities; keys of overwritten items are ignored, and invalid priorities refused."""
         if problem := priority_problem(priority, len(key)):
             self.refusals.add("priorities", problem)
             return
@@ -145,8 +144,8 @@ class Replay:
         """Put back what `settle` returned."""
         if not saved:
             return
-        if len(saved["keys"]) != self.capacity:
-            raise Fatal(f"the saved replay holds {len(saved['keys'])} items; replay.capacity is {self.capacity}")
+        if (size := len(saved["keys"])) != self.capacity:
+            raise Fatal(f"the saved replay has a capacity of {size} items; replay.capacity is {self.capacity}")
         self.inserted, self.filled, self.drawn, self.steps, self.next = saved["counts"].tolist()
         self.highest = float(saved["highest"])
         self.keys[:], self.version[:], self.arrived[:] = saved["keys"], saved["version"], saved["arrived"]
@@ -208,7 +207,7 @@ class Replay:
         if name in self.frames:
             value = self._keep(name, value)
         if value.shape != (shape := (memory.shape[1], len(slots), *memory.shape[2:])):
-            raise ValueError(f"items of shape {value.shape} came where those before had {shape}")
+            raise ValueError(f"items of shape {value.shape}, but earlier ones had {shape}")
         memory[slots] = np.swapaxes(value, 0, 1)
 
     def _keep(self, name: str, value: Array) -> Array:
@@ -220,11 +219,11 @@ class Replay:
                 return self.frames[name].add(frames).reshape(*value.shape[:2], depth)
             except Full:
                 if self.filled == 0:
-                    raise ValueError("the frames of one sending do not fit the replay: raise capacity") from None
+                    raise ValueError("the frames of one put do not fit the replay: raise capacity") from None
                 self._evict(max(self.filled // 100, 1))
 
     def _evict(self, count: int) -> None:
-        """Let the oldest items go."""
+        """Drop the oldest items."""
         if count <= 0:
             return
         slots = np.arange(self.inserted - self.filled, self.inserted - self.filled + count) % self.capacity
@@ -241,21 +240,6 @@ class Replay:
             return np.swapaxes(rows, 0, 1)
         frames = self.frames[name].get(np.swapaxes(rows, 0, 1).reshape(-1))
         return frames.reshape(rows.shape[1], len(slots), *self.shapes[name])
-
-
-def flat(items: Mapping[str, Tree]) -> dict[str, Array]:
-    """The arrays of items by path, without the versions."""
-    found: dict[str, Array] = {}
-
-    def walk(path: str, tree: Any) -> None:
-        if isinstance(tree, Mapping):
-            for key, value in tree.items():
-                walk(f"{path}/{key}" if path else key, value)
-        else:
-            found[path] = np.asarray(tree)
-
-    walk("", {key: value for key, value in items.items() if key != "version"})
-    return found
 
 
 def nested(leaves: Mapping[str, Array]) -> dict[str, Any]:

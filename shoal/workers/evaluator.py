@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from shoal import envs
 from shoal.core.algorithm import Algorithm
-from shoal.core.doing import FIRST, Seldom
+from shoal.core.doing import FIRST, Reminder
+from shoal.core.means import Means
 from shoal.core.randomness import derive, seed_everything
 from shoal.core.rights import calls
 from shoal.core.tree import to_numpy, to_torch
 from shoal.core.types import INTERRUPTED, Act, Step, Work
-from shoal.workers.policy import Follower
+from shoal.envs import Envs, Episode, make
+from shoal.workers.follower import Follower
+
+if TYPE_CHECKING:
+    from shoal.experiment import Experiment
+    from shoal.services.checkpoints import Checkpoints
+    from shoal.services.journal import Journal
+    from shoal.services.parameters import Parameters
 
 WIDEST = 32  # environments stepped together
-PATIENCE = 200  # steps between questions whether anyone still wants to know, and between turns of others
+PATIENCE = 200  # steps between questions whether the score is still wanted, and between turns of others
 
 
 @calls(
@@ -27,7 +34,7 @@ PATIENCE = 200  # steps between questions whether anyone still wants to know, an
     journal=("last_evaluated", "stopping", "acted", "evaluated", "report"),
     checkpoints=("save_best",),
 )
-def evaluate(experiment: Any, parameters: Any, journal: Any, checkpoints: Any) -> Work:
+def evaluate(experiment: Experiment, parameters: Parameters, journal: Journal, checkpoints: Checkpoints) -> Work:
     """Score the weights each time enough steps have passed, and the last ones; one unit of work is a part of a score.
 
     Under lockstep it is a whole one, so that a score has ended before the next checkpoint.
@@ -35,9 +42,9 @@ def evaluate(experiment: Any, parameters: Any, journal: Any, checkpoints: Any) -
     torch.set_num_threads(1)
     own = int(np.random.randint(2**31))
     due, final = journal.last_evaluated() + experiment.evaluation_interval, False
-    worlds: Any = None
+    envs: Envs | None = None
     policy: Follower | None = None
-    complaint = Seldom()
+    complaint = Reminder()
     try:
         while not final:
             status = parameters.status()
@@ -46,16 +53,15 @@ def evaluate(experiment: Any, parameters: Any, journal: Any, checkpoints: Any) -
                 continue
             if status["final"] and journal.stopping():
                 return  # stopped on purpose: the last score stands
-            if worlds is None:  # only now, since a start has better use for the cores
-                seed = derive(own, status["steps"]) if experiment.lockstep else own
-                worlds = open_worlds(experiment, seed)
-            policy = policy or Follower(experiment.algorithm, worlds.spec, experiment.actor_device)
+            if envs is None:  # only now: at the start others need the cores
+                envs = open_envs(experiment, derive(own, status["steps"]) if experiment.lockstep else own)
+            policy = policy or Follower(experiment.algorithm, envs.spec, experiment.actor_device)
             policy.follow(parameters)
             if experiment.lockstep:  # a score depends on the weights only, not on the scores before it
                 seed_everything(derive(own, policy.steps, "choices"))
-            ended: list[envs.Episode] = []
+            ended: list[Episode] = []
             begun = time.monotonic()
-            playing = play(experiment.algorithm, policy, worlds, experiment.evaluation.episodes)
+            playing = play(experiment.algorithm, policy, envs, experiment.evaluation.episodes)
             for instant, ended in enumerate(playing, 1):
                 if instant % PATIENCE:
                     continue
@@ -66,7 +72,7 @@ def evaluate(experiment: Any, parameters: Any, journal: Any, checkpoints: Any) -
                 if not experiment.lockstep:
                     yield True
             result = summarise(policy.steps, ended)
-            journal.acted([], worlds.faults())
+            journal.acted([], envs.faults())
             over = journal.evaluated(result)
             best = {"weights": to_numpy(policy.net.state_dict()), "state": result}
             if problem := checkpoints.save_best(best):
@@ -75,22 +81,22 @@ def evaluate(experiment: Any, parameters: Any, journal: Any, checkpoints: Any) -
                 return
             due, final = policy.steps + experiment.evaluation_interval, policy.final
             if experiment.lockstep:
-                worlds.close()
-                worlds = None
+                envs.close()
+                envs = None
             yield True
     finally:
-        if worlds is not None:
-            worlds.close()
+        if envs is not None:
+            envs.close()
 
 
-def open_worlds(experiment: Any, seed: int) -> envs.Worlds:
+def open_envs(experiment: Experiment, seed: int) -> Envs:
     """Environments for evaluation, with seeds of their own."""
     size, limit = min(experiment.evaluation.episodes, WIDEST), experiment.evaluation.max_steps
-    return envs.make(experiment.environment, size, seed=seed, evaluation=True, limit=limit)
+    return make(experiment.environment, size, seed=seed, evaluation=True, limit=limit)
 
 
-def slow(experiment: Any, seconds: float, steps: int, ended: int) -> str:
-    """What to tell a user who wonders why a score does not come."""
+def slow(experiment: Experiment, seconds: float, steps: int, ended: int) -> str:
+    """An explanation for a user who waits for a score."""
     limit = experiment.evaluation.max_steps
     cuts = "never cuts an episode" if limit is None else f"cuts an episode after {limit:,} steps"
     return (
@@ -100,52 +106,50 @@ def slow(experiment: Any, seconds: float, steps: int, ended: int) -> str:
 
 
 def play(
-    algorithm: Algorithm,
+    algorithm: Algorithm[Any],
     policy: Follower,
-    worlds: Any,
+    envs: Envs,
     count: int,
     chosen: Callable[[Step, Any, Act], None] = lambda step, carry, choice: None,
-) -> Iterator[list[envs.Episode]]:
-    """Play so many whole episodes, the same number in every environment but for the remainder.
+) -> Iterator[list[Episode]]:
+    """Play `count` whole episodes, the same number in every environment but for the remainder.
 
-    Yields those that ended so far, at every instant; `chosen` hears each step, the carry at it, and the choice made.
-    Taking the episodes that end first would favour short ones.
+    Yields those that ended so far, after every step; `chosen` is called with each step, the carry at it, and the
+    choice. Taking the episodes that end first would favour short ones.
     """
-    size = worlds.size
+    size = envs.size
     wanted = np.full(size, count // size) + (np.arange(size) < count % size)
-    kept: list[envs.Episode] = []
-    worlds.episodes()
-    step, carry = worlds.reset(), algorithm.begin(policy.net, size)
+    kept: list[Episode] = []
+    envs.episodes()
+    step, carry = envs.reset(), algorithm.begin(policy.net, size)
     yield kept
     while wanted.any():
-        torch.set_num_threads(1)  # again and again, since workers of one process share the number
+        torch.set_num_threads(1)  # every time, since workers of one process share the number
         seen = Step(*(to_torch(part, policy.device) for part in step))
         with torch.inference_mode():
             choice = algorithm.act(policy.net, seen, carry, None)
             chosen(seen, carry, choice)
         carry = choice.carry
-        step = worlds.step(choice.action.cpu().numpy())
-        for episode in worlds.episodes():
-            if wanted[episode.world]:
-                wanted[episode.world] -= 1
+        step = envs.step(choice.action.cpu().numpy())
+        for episode in envs.episodes():
+            if wanted[episode.env]:
+                wanted[episode.env] -= 1
                 kept.append(episode)
         yield kept
 
 
-def summarise(steps: int, episodes: list[envs.Episode]) -> dict[str, Any]:
+def summarise(steps: int, episodes: list[Episode]) -> dict[str, Any]:
     """Mean and every score, with the metrics that the environment's settings ask for."""
     scores = [float(episode.score) for episode in episodes]
-    names = sorted({name for episode in episodes for name in episode.metrics})
-    metrics = {
-        name: float(np.mean([episode.metrics[name] for episode in episodes if name in episode.metrics]))
-        for name in names
-    }
     length = float(np.mean([episode.length for episode in episodes]))
+    metrics = Means()
+    for episode in episodes:
+        metrics.add(episode.metrics)
     return {
         "steps": steps,
         "mean": float(np.mean(scores)),
         "length": length,
         "scores": scores,
-        "metrics": metrics,
+        "metrics": dict(sorted(metrics.take().items())),
         "cut": sum(episode.cut for episode in episodes),
     }

@@ -2,52 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
+from shoal.core.algorithm import Algorithm
 from shoal.core.tree import leaves, map_tree
 from shoal.core.types import Batch, Loss
 
-WARM = 3  # updates before the capture, in which libraries choose kernels and the optimizer makes its memory
+if TYPE_CHECKING:
+    from shoal.workers.model import OptimizerStep, Optimizes
+
+WARM = 3  # updates before the capture, in which libraries choose kernels and the optimizer makes its state
 MOVING = Batch._fields[:7]  # the parts of a batch that are tensors
 
 
-def step(algorithm: Any, net: Any, target: Any, optimizer: Any, batch: Batch) -> Loss:
-    """One step of the optimizer down the loss of a batch, and in the metrics whether it was `finite`.
-
-    On the CPU a loss or gradient that is not finite changes nothing. On a GPU asking would mean waiting for it: there
-    the step is taken, and whoever reads the metrics takes it back.
-    """
-    loss: Loss = algorithm.loss(net, target, batch)
-    optimizer.zero_grad(set_to_none=True)
-    total = (loss.each * batch.weight).mean()
-    total.backward()  # type: ignore[no-untyped-call]
-    if algorithm.clip_norm is not None:
-        norm = torch.nn.utils.clip_grad_norm_(net.parameters(), algorithm.clip_norm)
-        loss.metrics["gradient_norm"] = norm
-    else:
-        norm = torch.nn.utils.get_total_norm([part.grad for part in net.parameters() if part.grad is not None])
-    finite = (total.detach() + norm).isfinite()
-    loss.metrics["finite"] = finite.float()
-    if finite.is_cuda or finite:
-        optimizer.step()
-    return loss
-
-
 class Captured:
-    """`step`, captured once and replayed for every batch after; the learning rate alone may change."""
+    """A step of the optimizer, captured once and replayed for every later batch; only the learning rate may change."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, step: OptimizerStep, optimizer: Optimizes) -> None:
         """Make the optimizer keep on the GPU what it usually keeps in Python."""
-        self.stream, self.warm = torch.cuda.Stream(), 0  # type: ignore[no-untyped-call]
+        self.step, self.stream, self.warm = step, torch.cuda.Stream(), 0  # type: ignore[no-untyped-call]
         self.graph: torch.cuda.CUDAGraph | None = None
         for group in optimizer.param_groups:
             group["capturable"] = True
             group["lr"] = torch.tensor(group["lr"], device=group["params"][0].device)
 
-    def __call__(self, algorithm: Any, net: Any, target: Any, optimizer: Any, batch: Batch) -> Loss:
-        """Take a step; what it returns holds until the next one."""
+    def __call__(
+        self, algorithm: Algorithm[Any], net: nn.Module, target: nn.Module, optimizer: Optimizes, batch: Batch
+    ) -> Loss:
+        """Take a step; what it returns is valid until the next one."""
         if self.warm < WARM:
             self.warm += 1
             return self._aside(algorithm, net, target, optimizer, batch)
@@ -56,7 +41,7 @@ class Captured:
             optimizer.zero_grad(set_to_none=True)
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
-                self.loss = step(algorithm, net, target, optimizer, self.batch)
+                self.loss = self.step(algorithm, net, target, optimizer, self.batch)
         for name in MOVING:
             for mine, new in zip(leaves(getattr(self.batch, name)), leaves(getattr(batch, name)), strict=True):
                 mine.copy_(new)
@@ -67,6 +52,6 @@ class Captured:
         """Warm up on a stream of its own, as a capture demands."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            loss = step(*args)
+            loss = self.step(*args)
         torch.cuda.current_stream().wait_stream(self.stream)
         return loss

@@ -1,4 +1,4 @@
-"""The packer: the only place that shifts time, from a stream of steps and choices to items of experience."""
+"""The packer: the only place that shifts time, from a stream of steps and choices to items and batches of them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
-from shoal.core.tree import map_tree
-from shoal.core.types import Array, NStep, Sequence, Step, Tree
+from shoal.core.tree import map_tree, to_torch
+from shoal.core.types import Array, Batch, NStep, Sequence, Step
 
-Items = Mapping[str, Tree]  # time along axis 0, items along axis 1
+Items = Mapping[str, Any]  # a tree: time along axis 0, items along axis 1
 
 
 def make(experience: NStep | Sequence, size: int) -> Sequences | Transitions:
@@ -28,10 +29,10 @@ class Sequences:
             raise ValueError(f"overlap {experience.overlap} must be at least 0 and below length {experience.length}")
         self.experience, self.size = experience, size
         self.row = np.zeros(size, np.int64)  # where each stream writes next
-        self.fresh = np.zeros(size, np.int64)  # real transitions not yet handed out
+        self.fresh = np.zeros(size, np.int64)  # real transitions not yet returned
         self.buffers: dict[str, Any] = {}
         self.columns = np.arange(size)
-        self.restarted = self.columns[:0]  # streams handed out whose overlap must still move to the front
+        self.restarted = self.columns[:0]  # streams just returned, whose overlap must still move to the front
 
     def _write(self, key: str, value: Any, row: Array, rows: int) -> None:
         """Write one instant of every stream, making room at the first call."""
@@ -76,14 +77,14 @@ class Sequences:
         self.row += 1
 
     def _close(self, ended: Array) -> Items | None:
-        """Pad and hand out the sequences whose episodes ended, unless they hold nothing new."""
-        told = ended[(self.fresh[ended] > 0)]
-        for column in told:
+        """Pad and return the sequences whose episodes ended, unless they hold nothing new."""
+        filled = ended[(self.fresh[ended] > 0)]
+        for column in filled:
             row = self.row[column]
             for key, buffer in self.buffers.items():
                 fill = key == "first"  # padding is a run of `first` steps, which every loss masks
                 map_tree(lambda x, row=row, column=column, fill=fill: x[row:, column].fill(fill), buffer)
-        items = map_tree(np.copy, self._emit(told)) if len(told) else None
+        items = map_tree(np.copy, self._emit(filled)) if len(filled) else None
         self.row[ended] = 0
         self.fresh[ended] = 0
         return items
@@ -106,7 +107,7 @@ class Sequences:
         return items
 
     def _keep_overlap(self) -> None:
-        """What was last becomes first, in the streams that were handed out."""
+        """Move the overlap to the front, in the streams that were returned."""
         if len(self.restarted):
             where = slice(None) if len(self.restarted) == self.size else self.restarted
             for buffer in self.buffers.values():
@@ -159,7 +160,7 @@ class Transitions:
         }
 
     def _cut(self, steps: int, last: Any, back: int, columns: Array) -> Items:
-        """Transitions of so many steps to the observation `last`, which lies `back` instants before now."""
+        """Transitions of `steps` steps to the observation `last`, which lies `back` instants before now."""
         rows = [self.rows[k - steps - back] for k in range(steps)]
         reward, discount = np.zeros(len(columns), np.float32), np.ones(len(columns), np.float32)
         for k, row in enumerate(rows):
@@ -178,10 +179,10 @@ class Transitions:
 
 
 class Chunk:
-    """Gathers items until there are enough to be sent at once."""
+    """Collects items until there are enough to send at once."""
 
     def __init__(self, size: int) -> None:
-        """Send no fewer than so many."""
+        """Send no fewer than `size`."""
         self.size, self.waiting = size, list[Items]()
 
     def add(self, items: Items | None) -> Items | None:
@@ -213,3 +214,16 @@ def _join(one: Items | None, two: Items) -> Items:
 
 def _beside(axis: int) -> Any:
     return lambda a, b: np.concatenate([a, b], axis)
+
+
+def fresh_batch(items: Items, device: torch.device) -> Batch:
+    """Items that no store has seen, as a batch in which all have the same weight."""
+    count = len(items["version"])
+    return to_batch({**items, "key": np.zeros(count, np.int64), "weight": np.ones(count, np.float32)}, device)
+
+
+def to_batch(tree: Items, device: torch.device) -> Batch:
+    """Move a batch to a device; keys and versions stay where they are."""
+    stays = {"key": tree["key"], "version": tree["version"]}
+    moves = {name: to_torch(value, device) for name, value in tree.items() if name not in stays}
+    return Batch(**moves, **stays)

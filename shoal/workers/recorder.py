@@ -1,4 +1,4 @@
-"""Recording: what the journal hears goes to the disk and to whoever watches."""
+"""Recording: what was reported to the journal goes to the disk and to the display."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from shoal.core.means import Means
 from shoal.core.types import Work
 from shoal.display import console
 from shoal.runs.metrics import Metrics
+
+if TYPE_CHECKING:
+    from shoal.experiment import Experiment
+    from shoal.services.journal import Journal
 
 log = logging.getLogger("shoal")
 LOOK = 0.5  # seconds between looks for news
@@ -21,10 +26,12 @@ WINDOW = 10.0  # seconds over which rates are taken
 ROWS = 1000  # a row covers at least this fraction of the time so far, so that long runs stay small
 
 
-def record(experiment: Any, run: Path, steps: int, journal: Any, report: Callable[[], Mapping[str, Any]]) -> Work:
-    """Write the metrics of a run that goes on after these steps, and show its progress; it only ever waits."""
+def record(
+    experiment: Experiment, run: Path, steps: int, journal: Journal, report: Callable[[], Mapping[str, Any]]
+) -> Work:
+    """Write the metrics of a run that continues after these steps, and show its progress; it only ever waits."""
     recorder = Recorder(experiment, run, steps, report)
-    recorder.evaluations += journal.snapshot()["evaluations"]  # of before, where the run is resumed
+    recorder.evaluations += journal.snapshot()["evaluations"]  # from before, if the run is resumed
     looked = 0.0
     try:
         while True:
@@ -38,9 +45,9 @@ def record(experiment: Any, run: Path, steps: int, journal: Any, report: Callabl
 
 
 class Recorder:
-    """Turns what the journal tells into rows, lines and a view for the display."""
+    """Turns what the journal collected into rows, lines and a view for the display."""
 
-    def __init__(self, experiment: Any, run: Path, steps: int, report: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, experiment: Experiment, run: Path, steps: int, report: Callable[[], Mapping[str, Any]]) -> None:
         """Open the files and the display."""
         self.experiment, self.report = experiment, report
         self.metrics = Metrics(run, steps)
@@ -51,13 +58,13 @@ class Recorder:
         self.steps, self.started = steps, now
         self.row_at = self.flushed_at = self.shares_at = now
         self.newest: dict[str, float] = {}
-        # Since the last row: the metrics of every look, and by arm the scores of its episodes.
-        self.metrics_since: dict[str, list[float]] = {}
-        self.arms_since: dict[int, list[float]] = {}
+        # Since the last row: the means of the metrics, and by arm the scores of its episodes.
+        self.means = Means()
+        self.arms: dict[int, list[float]] = {}
         self.evaluations: list[Mapping[str, Any]] = []
         self.workers: Mapping[str, Any] = {}
         self.problem: str | None = None
-        self.trouble = ""  # why the disk takes nothing
+        self.trouble = ""  # why the metrics cannot be written
         self.saved: Any = None  # the newest checkpoint
 
     def take(self, news: Mapping[str, Any], last: bool = False) -> None:
@@ -67,31 +74,29 @@ class Recorder:
             self.metrics.rewind(news["steps"])
             self.evaluations = [result for result in self.evaluations if result["steps"] <= news["steps"]]
             self.marks.clear()
-            self.metrics_since.clear()
-            self.arms_since.clear()
+            self.means = Means()
+            self.arms.clear()
         moved, self.steps = news["steps"] != self.steps, news["steps"]
         if not self.marks:
             self.marks.append((now, news["steps"], news["updates"]))
-        for fault in news["faults_told"]:
-            log.warning(fault)
-            self.problem = fault.splitlines()[0]
+        for problem in news["problems"]:
+            log.warning(problem)
+            self.problem = problem.splitlines()[0]
         for result in news["evaluations"]:
             log.info(console.evaluation_line(result))
             self.evaluations.append(result)
             self.metrics.add({"kind": "evaluation", "time": time.time(), **result})
         self.newest.update(news["metrics"])
-        for name, value in news["metrics"].items():
-            self.metrics_since.setdefault(name, []).append(value)
+        self.means.add(news["metrics"])
         for arm, score in news["choices"]:
-            self.arms_since.setdefault(arm, []).append(score)
+            self.arms.setdefault(arm, []).append(score)
         rates = self._rates(now, news)
-        if (moved or last) and self.metrics_since and (last or now - self.row_at >= (now - self.started) / ROWS):
+        if (moved or last) and self.means and (last or now - self.row_at >= (now - self.started) / ROWS):
             self.metrics.add(self._row(news, rates))
             self.row_at = now
-            self.metrics_since.clear()
-            self.arms_since.clear()
+            self.arms.clear()
         self.display.show(self._view(news, rates, now), last)
-        # With a checkpoint, so that a run that goes on from there has no gap before it.
+        # With a checkpoint, so that a run that continues from there has no gap before it.
         if last or news["checkpoint"] != self.saved or now - self.flushed_at >= FLUSH:
             self._flush()
             self.flushed_at, self.saved = now, news["checkpoint"]
@@ -114,16 +119,15 @@ class Recorder:
 
     def _row(self, news: Mapping[str, Any], rates: Mapping[str, float]) -> dict[str, Any]:
         counts = {key: news[key] for key in ("steps", "updates", "episodes", "faults", "return", "length")}
-        seconds = round(news["seconds"], 3)
-        metrics = {name: fmean(values) for name, values in self.metrics_since.items()}
-        row = {"kind": "train", "time": time.time(), "seconds": seconds, **counts, **rates, "metrics": metrics}
-        arms = sorted(self.arms_since.items())
-        told = {str(arm): {"episodes": len(scores), "score": fmean(scores)} for arm, scores in arms}
-        return row | ({"arms": told} if told else {})
+        times = {"time": time.time(), "seconds": round(news["seconds"], 3)}
+        row = {"kind": "train", **times, **counts, **rates, "metrics": self.means.take()}
+        scores = sorted(self.arms.items())
+        arms = {str(arm): {"episodes": len(each), "score": fmean(each)} for arm, each in scores}
+        return row | ({"arms": arms} if arms else {})
 
     def _view(self, news: Mapping[str, Any], rates: Mapping[str, float], now: float) -> dict[str, Any]:
         report = self.report()
-        workers = {name: shares(told, self.workers.get(name)) for name, told in report.items()}
+        workers = {name: shares(worker, self.workers.get(name)) for name, worker in report.items()}
         if now - self.shares_at >= FLUSH:  # shares are those of the last seconds
             self.workers, self.shares_at = report, now
         left = max(self.experiment.steps - news["steps"], 0)
@@ -150,12 +154,12 @@ class Recorder:
             self.trouble = ""
         except OSError as error:
             if self.trouble != str(error):
-                log.error("metrics cannot be written, they wait in memory: %s", error)
+                log.error("metrics cannot be written; they are kept in memory: %s", error)
             self.trouble = str(error)
 
 
 def shares(now: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A worker's moves per second, and what share of its time it computes or waits, in all or since a report."""
+    """A worker's moves per second, and the shares of its time that it works and waits, in all or since a report."""
     if before is None or now.get("seconds", 0) <= before.get("seconds", 0):  # the latter: it was started again
         before = {}
     total = max(now.get("seconds", 0) - before.get("seconds", 0), 1e-9)

@@ -1,68 +1,55 @@
-"""Rollouts: episodes written down step by step, each beside its film."""
+"""A rollout: environments under a policy, as a stream of experience that is cut into items."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
-from shoal.core.types import Act, Array, Step
-from shoal.display.video import Video
+import numpy as np
+import torch
+from torch import nn
+
+from shoal.core.algorithm import Algorithm, HasChoices
+from shoal.core.tree import to_numpy, to_torch
+from shoal.core.types import Step
+from shoal.envs import Envs
+from shoal.workers import packing
+
+if TYPE_CHECKING:
+    from shoal.experiment import Experiment
+    from shoal.services.journal import Journal
 
 
 class Rollout:
-    """Hears every choice and sees every picture of one environment, and writes a film and a JSON per episode."""
+    """The environments of one worker, from their first observations on."""
 
-    def __init__(self, folder: Path, fps: float, algorithm: Any, net: Any) -> None:
-        """Ask the algorithm's `values(net, step, carry)`, where it has one, for what a choice was made by."""
-        self.folder, self.fps, self.net = folder, fps, net
-        self.values: Callable[..., Mapping[str, Any]] | None = getattr(algorithm, "values", None)
-        self.inner = {*getattr(algorithm.experience, "initial", ())} - {"arm"}  # states of the network say nothing
-        self.written: list[Path] = []
-        self.steps: list[dict[str, Any]] = []
-        self.ended = 0
-        self.film: Video | None = None
+    def __init__(self, experiment: Experiment, index: int, envs: Envs, net: nn.Module, device: torch.device) -> None:
+        """Begin an episode in every environment of the worker with this index."""
+        algorithm, size = experiment.algorithm, envs.size
+        self.envs, self.net, self.device = envs, net, device
+        # Each environment of each worker has its place between 0 and 1, from which exploration is derived.
+        places = np.arange(index * size, (index + 1) * size) / max(experiment.actor_count * size - 1, 1)
+        self.rank = torch.as_tensor(places, dtype=torch.float32, device=device)
+        self.packer = packing.make(algorithm.experience, size)
+        self.chunk = packing.Chunk(experiment.chunk)
+        self.step, self.carry = envs.reset(), algorithm.begin(net, size)
+        self.packer.observe(self.step)
+        self.steps = 0  # without the dummy steps that lead to the first observation of an episode
 
-    def __enter__(self) -> Self:
-        """Nothing is open yet."""
-        return self
+    def act(self, algorithm: Algorithm[Any], version: int) -> packing.Items | None:
+        """Choose and step once, and return the items that are complete; they are valid until the next call."""
+        torch.set_num_threads(1)  # every time, since workers of one process share the number
+        with torch.inference_mode():
+            seen = Step(*(to_torch(part, self.device) for part in self.step))
+            choice = algorithm.act(self.net, seen, self.carry, self.rank)
+        self.carry, action = choice.carry, choice.action.cpu().numpy()
+        self.packer.choose(action, to_numpy(choice.record), version)
+        self.step = self.envs.step(action)
+        self.steps += int((~self.step.first).sum())
+        return self.chunk.add(self.packer.observe(self.step))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Give up a film that is not finished."""
-        if self.film is not None:
-            self.film.__exit__(kind or KeyboardInterrupt, error, trace)
-
-    def chosen(self, step: Step, carry: Any, choice: Act) -> None:
-        """Take a choice, and with it the reward for the one before."""
-        if step.first[0]:
-            self.steps.clear()  # what was chosen after the end of an episode leads nowhere
-        elif self.steps:
-            self.steps[-1]["reward"] = float(step.reward[0])
-        told = {**choice.record, **(self.values(self.net, step, carry) if self.values else {})}
-        numbers = {name: value[0].tolist() for name, value in told.items() if name not in self.inner}
-        self.steps.append({"action": choice.action[0].tolist(), **numbers})
-
-    def show(self, picture: Array, ended: Sequence[Any]) -> None:
-        """Take a picture; where one more episode has ended, finish its files."""
-        if self.film is None:
-            self.film = Video(self.folder / f"episode_{self.ended + 1}.mp4", self.fps)
-            self.film.__enter__()
-        self.film.add(picture)
-        if len(ended) > self.ended:
-            self.ended = len(ended)
-            self._finish(ended[-1], self.film)
-
-    def _finish(self, episode: Any, film: Video) -> None:
-        film.__exit__(None, None, None)
-        # The reward of the last choice would only be told at the next.
-        self.steps[-1]["reward"] = round(episode.score - sum(step["reward"] for step in self.steps[:-1]), 6)
-        path = self.folder / f"episode_{self.ended}.json"
-        path.write_text(
-            json.dumps({"score": episode.score, "length": episode.length, "steps": self.steps}, indent=1) + "\n"
-        )
-        self.written += [path.with_suffix(".mp4"), path]
-        self.film, self.steps = None, []
+    def report(self, algorithm: Algorithm[Any], journal: Journal) -> None:
+        """Report finished episodes, faults, and the algorithm's choices to the journal."""
+        choices = algorithm.choices(self.carry) if isinstance(algorithm, HasChoices) else []
+        episodes, faults = [list(episode) for episode in self.envs.episodes()], self.envs.faults()
+        if episodes or faults or choices:  # a call may go to another process
+            journal.acted(episodes, faults, choices)

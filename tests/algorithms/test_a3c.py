@@ -10,11 +10,11 @@ from shoal.algorithms.a3c import A3c
 from shoal.core.algorithm import Algorithm
 from shoal.core.settings import Replaying, at
 from shoal.core.types import Sequence
-from shoal.nets.torsos import Network
+from shoal.nets.actor_critic import ActorCriticArchitecture
 from tests.algorithms.conftest import looked_at, vtrace_loss, wander
 
-SMALL = Network(hidden=(8,))
-LSTM = Network(hidden=(8,), lstm=6)
+SMALL = ActorCriticArchitecture(hidden=(8,))
+LSTM = ActorCriticArchitecture(hidden=(8,), lstm=6)
 KINDS = pytest.mark.parametrize("kind", ["discrete", "continuous", "mapping"])
 NETWORKS = pytest.mark.parametrize("network", [SMALL, LSTM], ids=["plain", "lstm"])
 
@@ -80,5 +80,5 @@ def test_settings():
     assert algorithm.experience == Sequence(5)
     assert A3c(network=LSTM, unroll=7).experience == Sequence(7, initial=("core",))
     assert at(algorithm, 1.0).lr.now == 0.0
-    with pytest.raises(ValidationError, match="replay_ratio says how often"):
+    with pytest.raises(ValidationError, match="set replay_ratio instead"):
         A3c(replay=Replaying(samples_per_insert=2.0))

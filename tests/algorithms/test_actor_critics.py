@@ -7,10 +7,14 @@ import pytest
 from shoal.algorithms.a3c import A3c
 from shoal.algorithms.impala import Impala
 from shoal.algorithms.ppo import Ppo
-from shoal.nets.torsos import Network
+from shoal.nets.actor_critic import ActorCriticArchitecture
 
-SMALL = Network(hidden=(8,))
-NETWORKS = {"plain": SMALL, "lstm": Network(hidden=(8,), lstm=6), "separate": Network(hidden=(8,), separate=True)}
+SMALL = ActorCriticArchitecture(hidden=(8,))
+NETWORKS = {
+    "plain": SMALL,
+    "lstm": ActorCriticArchitecture(hidden=(8,), lstm=6),
+    "separate": ActorCriticArchitecture(hidden=(8,), separate=True),
+}
 
 
 @pytest.mark.parametrize("kind", ["discrete", "continuous"])

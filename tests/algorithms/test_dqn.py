@@ -15,13 +15,13 @@ from shoal.core.algorithm import Algorithm
 from shoal.core.settings import at
 from shoal.core.tree import leaves, map_tree
 from shoal.core.types import ActionSpec, NStep, Step
-from shoal.nets.torsos import Network
-from shoal.workers.learner import Model
-from shoal.workers.packing import make
-from shoal.workers.policy import Follower, to_batch
+from shoal.nets.torsos import Architecture
+from shoal.workers.follower import Follower
+from shoal.workers.model import Model, first_priorities
+from shoal.workers.packing import make, to_batch
 from tests.algorithms.conftest import wander
 
-SMALL = Network(hidden=(8,), activation="relu")
+SMALL = Architecture(hidden=(8,), activation="relu")
 CPU = torch.device("cpu")
 
 
@@ -202,7 +202,7 @@ def test_weights_are_left_to_the_learner_and_priorities_are_the_losss(specs, alg
     assert loss.each.shape == loss.priority.shape == (len(batch.key),)
     assert not any(metric.dim() for metric in loss.metrics.values())
     new = {key: value for key, value in items.items() if key not in ("key", "weight")}
-    np.testing.assert_array_equal(policy.judge(algorithm, new), loss.priority)
+    np.testing.assert_array_equal(first_priorities(algorithm, policy.net, new, policy.device), loss.priority)
 
 
 def choices(algorithm: Any, net: Any, spec: Any, rank: torch.Tensor | None, size: int) -> tuple[Any, Any]:
@@ -242,7 +242,7 @@ def test_evaluations_have_a_chance_of_their_own(specs, make_algorithm):
     assert (chosen == best).float().mean() == pytest.approx(0.5 + 0.5 / 3, abs=0.015)
 
 
-MOVING = Network(hidden=(8,), activation="relu", normalise_observation=True)
+MOVING = Architecture(hidden=(8,), activation="relu", normalise_observation=True)
 
 
 @pytest.mark.parametrize("algorithm", [Dqn(network=MOVING, target_every=3), ApexDqn(network=MOVING, target_every=3)])
@@ -286,7 +286,7 @@ def test_the_learner_applies_importance_weights_once(specs):
     assert all(torch.equal(frozen[key], value) for key, value in model.net.state_dict().items())
 
 
-WIDE = Network(hidden=(64,), activation="relu")
+WIDE = Architecture(hidden=(64,), activation="relu")
 
 
 @pytest.mark.parametrize(

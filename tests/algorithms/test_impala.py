@@ -10,11 +10,11 @@ from shoal.algorithms.impala import Impala
 from shoal.core.algorithm import Algorithm
 from shoal.core.settings import Schedule, at
 from shoal.core.types import Sequence
-from shoal.nets.torsos import Network
+from shoal.nets.actor_critic import ActorCriticArchitecture
 from tests.algorithms.conftest import looked_at, vtrace_loss, wander
 
-SMALL = Network(hidden=(8,))
-LSTM = Network(hidden=(8,), lstm=6)
+SMALL = ActorCriticArchitecture(hidden=(8,))
+LSTM = ActorCriticArchitecture(hidden=(8,), lstm=6)
 
 
 @pytest.mark.parametrize("kind", ["discrete", "continuous", "mapping"])
@@ -36,7 +36,7 @@ def test_loss_is_the_papers(specs, rollout, kind, network):
 
 @pytest.mark.parametrize("distribution", ["clipped", "squashed"])
 @pytest.mark.parametrize("kind", ["discrete", "continuous"])
-@pytest.mark.parametrize("network", [SMALL, LSTM, Network(hidden=(8,), separate=True)])
+@pytest.mark.parametrize("network", [SMALL, LSTM, ActorCriticArchitecture(hidden=(8,), separate=True)])
 def test_fresh_experience_has_ratios_of_one(specs, rollout, kind, network, distribution):
     """What the learner computes over a sequence is what the actor computed step by step."""
     algorithm = Impala(network=network, distribution=distribution)
@@ -61,7 +61,7 @@ def test_masked_steps_do_not_matter(specs, rollout):
 
 
 def test_rewards_are_scaled_by_the_running_return(specs, rollout):
-    algorithm = Impala(network=Network(hidden=(8,), normalise_reward=True))
+    algorithm = Impala(network=ActorCriticArchitecture(hidden=(8,), normalise_reward=True))
     net = algorithm.build(specs["discrete"])
     batch = rollout(algorithm, net, specs["discrete"])
     algorithm.prepare(net, batch)

@@ -1,4 +1,4 @@
-"""NGU from the raw stream to the loss: arms, novelty, both values, and what the bandit is told."""
+"""NGU from the raw stream to the loss: arms, novelty, both values, and the rewards of the bandit."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from shoal.algorithms.ngu import PARTS, Ngu
 from shoal.core.bandit import Bandit
 from shoal.core.tree import map_tree, to_numpy, to_torch
 from shoal.core.types import Sequence, Step
-from shoal.nets.torsos import Network
-from shoal.workers.learner import Model
-from shoal.workers.packing import Sequences
-from shoal.workers.policy import Follower, to_batch
+from shoal.nets.torsos import Architecture
+from shoal.workers.follower import Follower
+from shoal.workers.model import Model, first_priorities
+from shoal.workers.packing import Sequences, to_batch
 
 CPU = torch.device("cpu")
 ACTIONS = 3
-NETWORK = {"network": Network(hidden=(8,), activation="relu", lstm=6), "embedding": 5, "head": 7}
+NETWORK = {"network": Architecture(hidden=(8,), activation="relu", lstm=6), "embedding": 5, "head": 7}
 ARMS = {"arms": 4, "beta": 0.7, "gamma": 0.95, "gamma_last": 0.8, "bandit_epsilon": 0.0}
 CUT = {"n": 3, "unroll": 6, "burn_in": 0, "overlap": 2}
 
@@ -250,17 +250,17 @@ def slow_values(net: Any, played: Played, item: int, part: str, arms: int) -> li
     start, b = played.places[item]
     state, result = played.batch.record[f"core_{part}"][0, item : item + 1], []
     for t in range(start, start + played.real(item)):
-        step, told = played.steps[t], np.zeros(ACTIONS + 2 + arms, np.float32)
+        step, extra = played.steps[t], np.zeros(ACTIONS + 2 + arms, np.float32)
         if not step.first[b]:
-            told[played.actions[t - 1][b]] = 1
-            told[ACTIONS] = step.reward[b]
+            extra[played.actions[t - 1][b]] = 1
+            extra[ACTIONS] = step.reward[b]
         if t - start < len(played.batch.action):  # after the last step it is not known
             novelty = float(played.records[t]["novelty"][b])
-            told[ACTIONS + 1] = np.sqrt(novelty + 1) - 1 + 1e-3 * novelty  # on the scale of h
-        told[ACTIONS + 2 + played.records[start]["arm"][b]] = 1
+            extra[ACTIONS + 1] = np.sqrt(novelty + 1) - 1 + 1e-3 * novelty  # on the scale of h
+        extra[ACTIONS + 2 + played.records[start]["arm"][b]] = 1
         seen, first = torch.tensor(step.observation[None, b : b + 1]), torch.tensor([[bool(step.first[b])]])
         with torch.no_grad():
-            value, state = getattr(net, part)(seen, first, state, torch.tensor(told)[None, None])
+            value, state = getattr(net, part)(seen, first, state, torch.tensor(extra)[None, None])
         result.append(value[0, 0, :, 0].double().tolist())
     return result
 
@@ -378,7 +378,8 @@ def test_the_learner_weighs_the_target_stands_still_and_priorities_are_the_losss
     loss = algorithm.loss(policy.net, policy.net, played.batch)
     heavy = played.batch._replace(weight=100 * played.batch.weight)
     assert torch.equal(loss.each, algorithm.loss(policy.net, policy.net, heavy).each)
-    np.testing.assert_allclose(policy.judge(algorithm, played.items), loss.priority, rtol=1e-5)
+    first = first_priorities(algorithm, policy.net, played.items, policy.device)
+    np.testing.assert_allclose(first, loss.priority, rtol=1e-5)
     net, target = build(algorithm, specs["discrete"]), build(algorithm, specs["discrete"])
     algorithm.loss(net, target, played.batch).each.sum().backward()
     assert all(parameter.grad is None for parameter in [*target.parameters(), *net.novelty.random.parameters()])

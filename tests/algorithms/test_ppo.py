@@ -10,11 +10,11 @@ from shoal.algorithms.ppo import Ppo
 from shoal.core.algorithm import Algorithm
 from shoal.core.tree import leaves, map_tree
 from shoal.core.types import ActionSpec, ArraySpec, Batch, Sequence, Spec, Step
-from shoal.nets.torsos import Network
+from shoal.nets.actor_critic import ActorCriticArchitecture
 from tests.algorithms.conftest import wander
 
-SMALL = Network(hidden=(8,))
-LSTM = Network(hidden=(8,), lstm=6)
+SMALL = ActorCriticArchitecture(hidden=(8,))
+LSTM = ActorCriticArchitecture(hidden=(8,), lstm=6)
 
 
 def slow_advantage(algorithm, value, reward, discount, mask):
@@ -140,7 +140,7 @@ def test_the_first_pass_has_ratios_of_one(specs, rollout, kind, network, distrib
 
 
 def test_values_and_bootstrap_use_the_statistics_that_the_actors_used(specs, rollout):
-    network = Network(hidden=(8,), normalise_observation=True, normalise_reward=True)
+    network = ActorCriticArchitecture(hidden=(8,), normalise_observation=True, normalise_reward=True)
     algorithm = Ppo(network=network)
     net = algorithm.build(specs["discrete"])
     batch = rollout(algorithm, net, specs["discrete"], length=40)
@@ -192,7 +192,7 @@ def test_ppo_learns_to_name_what_it_sees(continuous):
     torch.manual_seed(0)
     action_spec = ActionSpec(1, (0.0,), (2.0,)) if continuous else ActionSpec(3)
     spec = Spec(ArraySpec((3,), "float32"), action_spec)
-    algorithm = Ppo(lr=3e-3, unroll=9, network=Network(hidden=(32,)), gamma=0.5, entropy_cost=0.0)
+    algorithm = Ppo(lr=3e-3, unroll=9, network=ActorCriticArchitecture(hidden=(32,)), gamma=0.5, entropy_cost=0.0)
     net, items = algorithm.build(spec), 32
     optimizer = algorithm.optimizer(net)
 

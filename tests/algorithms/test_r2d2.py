@@ -14,13 +14,13 @@ from shoal.algorithms.r2d2 import R2d2
 from shoal.core.algorithm import Algorithm
 from shoal.core.tree import leaves, map_tree, to_numpy, to_torch
 from shoal.core.types import Sequence, Step
-from shoal.nets.torsos import Network
-from shoal.workers.learner import Model
-from shoal.workers.packing import Sequences
-from shoal.workers.policy import Follower, to_batch
+from shoal.nets.torsos import Architecture
+from shoal.workers.follower import Follower
+from shoal.workers.model import Model, first_priorities
+from shoal.workers.packing import Sequences, to_batch
 from tests.algorithms.conftest import wander
 
-SMALL = Network(hidden=(8,), activation="relu", lstm=6)
+SMALL = Architecture(hidden=(8,), activation="relu", lstm=6)
 CPU = torch.device("cpu")
 
 
@@ -139,13 +139,13 @@ def slow_values(net: Any, played: Played, item: int, actions: int) -> list[list[
     state, result = played.batch.record["core"][0, item : item + 1], []
     for t in range(start, start + played.real(item)):
         step = played.steps[t]
-        told = np.zeros(actions + 1, np.float32)
+        extra = np.zeros(actions + 1, np.float32)
         if not step.first[b]:
-            told[played.actions[t - 1][b]] = 1
-            told[actions] = step.reward[b]
+            extra[played.actions[t - 1][b]] = 1
+            extra[actions] = step.reward[b]
         seen = map_tree(lambda x, b=b: torch.tensor(x[None, b : b + 1]), step.observation)
         with torch.no_grad():
-            value, state = net(seen, torch.tensor([[bool(step.first[b])]]), state, torch.tensor(told)[None, None])
+            value, state = net(seen, torch.tensor([[bool(step.first[b])]]), state, torch.tensor(extra)[None, None])
         result.append(value[0, 0, :, 0].double().tolist())
     return result
 
@@ -283,16 +283,16 @@ def test_what_acting_records_is_from_before_the_step(specs):
     algorithm = small(epsilon=1e-9)
     net = algorithm.build(specs["discrete"])
     carry = algorithm.begin(net, 2)
-    told = torch.tensor([[0.0, 0, 0, 0], [0, 0, 0, 0]])
+    extra = torch.tensor([[0.0, 0, 0, 0], [0, 0, 0, 0]])
     for reward, first in (([0.0, 0.0], [True, True]), ([3.0, 4.0], [False, False]), ([5.0, 0.0], [False, True])):
         step = Step(torch.randn(2, 4), torch.tensor(reward), torch.ones(2), torch.tensor(first))
         if not first[0]:
-            told = torch.nn.functional.one_hot(carry["action"], 3).float()
-            told = torch.cat([told, step.reward[:, None]], 1) * (~step.first)[:, None]
+            extra = torch.nn.functional.one_hot(carry["action"], 3).float()
+            extra = torch.cat([extra, step.reward[:, None]], 1) * (~step.first)[:, None]
         with torch.inference_mode():
             act = algorithm.act(net, step, carry, torch.zeros(2))
         assert torch.equal(act.record["core"], carry["core"])
-        assert torch.equal(act.record["previous"], told)
+        assert torch.equal(act.record["previous"], extra)
         assert torch.equal(act.carry["action"], act.action)
         carry = act.carry
 
@@ -322,7 +322,8 @@ def test_the_learner_weighs_the_target_stands_still_and_priorities_are_the_losss
     loss = algorithm.loss(policy.net, policy.net, played.batch)
     heavy = played.batch._replace(weight=100 * played.batch.weight)
     assert torch.equal(loss.each, algorithm.loss(policy.net, policy.net, heavy).each)
-    np.testing.assert_allclose(policy.judge(algorithm, played.items), loss.priority, rtol=1e-5)
+    first = first_priorities(algorithm, policy.net, played.items, policy.device)
+    np.testing.assert_allclose(first, loss.priority, rtol=1e-5)
     assert not loss.priority.requires_grad
     net, target = algorithm.build(specs["discrete"]), algorithm.build(specs["discrete"])
     algorithm.loss(net, target, played.batch).each.sum().backward()

@@ -137,7 +137,7 @@ def test_without_deltas_int8_is_the_nearest_of_255_steps_of_each_channel_with_th
         target = weights["torso"]["dense"] + error
         for row, wanted in zip(dense, target, strict=True):
             share, exponent = np.frexp(np.abs(wanted).max() / 127)
-            step = np.ceil(share * 256) / 256 * 2.0**exponent  # told in 16 bits, 8 of them for this share
+            step = np.ceil(share * 256) / 256 * 2.0**exponent  # sent in 16 bits, 8 of them for this share
             np.testing.assert_allclose(row, np.rint(wanted / step) * step, atol=1e-6)
         error = target - dense
 
@@ -299,14 +299,14 @@ def test_a_message_that_goes_on_from_other_weights_is_refused_and_the_whole_mend
     for version, (mine, yours) in enumerate(zip(training(3, seed=0), training(3, seed=1), strict=True)):
         sender.publish(version, mine)
         other.publish(version, yours)
-    with pytest.raises(Diverged, match="go on from version 1; here is none"):
+    with pytest.raises(Diverged, match="build on version 1, but the receiver holds none"):
         receiver.take(sender.message(1))
     receiver.take(sender.message())
     for version, weights in enumerate(training(4, seed=1)[3:], 3):
         other.publish(version, weights)
-    with pytest.raises(Diverged, match="go on from version 1; here is 2"):
+    with pytest.raises(Diverged, match="build on version 1, but the receiver holds 2"):
         receiver.take(other.message(1))
-    with pytest.raises(Diverged, match="version 3 of the weights came out different"):
+    with pytest.raises(Diverged, match="version 3 of the weights does not match"):
         receiver.take(other.message(2))  # the right number, but of another history
     assert receiver.version == 2
     assert bits(receiver.take(other.message())) == bits(other.weights())

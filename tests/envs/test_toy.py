@@ -1,4 +1,4 @@
-"""The rules of the toy worlds."""
+"""The rules of the toy environments."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from shoal.envs.toy import BLOCK, LEVELS, Catch, Chain, Counting, DeepSea, Ident
 
 def play(id, choose, steps=200, **arguments):
     """Scores of the episodes that a rule on observations [B, ...] gets."""
-    worlds = make(Environment(id=id, arguments=arguments), 4, seed=3)
-    step = worlds.reset()
+    envs = make(Environment(id=id, arguments=arguments), 4, seed=3)
+    step = envs.reset()
     for _ in range(steps):
-        step = worlds.step(choose(step.observation))
-    worlds.close()
-    return [episode.score for episode in worlds.episodes()]
+        step = envs.step(choose(step.observation))
+    envs.close()
+    return [episode.score for episode in envs.episodes()]
 
 
 def test_table():
@@ -37,43 +37,43 @@ def test_catch_is_won_by_following_the_ball():
 
 
 def test_catch_by_hand():
-    world = Catch(rows=3, columns=3)
-    board, _ = world.reset(seed=0)
+    env = Catch(rows=3, columns=3)
+    board, _ = env.reset(seed=0)
     column = int(board[:3].argmax())
     assert board.tolist() == [*np.eye(3)[column], 0, 0, 0, 0, 1, 0]
-    board, reward, terminated, truncated, _ = world.step(0)
+    board, reward, terminated, truncated, _ = env.step(0)
     assert board.tolist() == [0, 0, 0, *np.eye(3)[column], 1, 0, 0]
     assert (reward, terminated, truncated) == (0.0, False, False)
-    board, reward, terminated, truncated, _ = world.step(0)  # the wall holds the paddle
+    board, reward, terminated, truncated, _ = env.step(0)  # the wall holds the paddle
     assert (reward, terminated, truncated) == (1.0 if column == 0 else -1.0, True, False)
 
 
 def test_identity():
     assert set(play("Identity", lambda observation: observation.argmax(-1), states=3, length=6)) == {6.0}
     assert set(play("Identity", lambda observation: (observation.argmax(-1) + 1) % 3, states=3)) == {0.0}
-    world = Identity(states=3)
-    state, _ = world.reset(seed=0)
-    assert world.step(int(state))[1] == 1.0
+    env = Identity(states=3)
+    state, _ = env.reset(seed=0)
+    assert env.step(int(state))[1] == 1.0
 
 
 def test_target():
     scores = play("Target", lambda observation: observation, size=2)
     np.testing.assert_array_equal(scores, 0.0)
-    world = Target()
-    target, _ = world.reset(seed=0)
-    assert world.step(target + 0.5)[1] == pytest.approx(-0.25)
+    env = Target()
+    target, _ = env.reset(seed=0)
+    assert env.step(target + 0.5)[1] == pytest.approx(-0.25)
 
 
 def test_memory_needs_its_first_observation():
-    world = Memory(cues=3, length=2)
-    observation, _ = world.reset(seed=0)
+    env = Memory(cues=3, length=2)
+    observation, _ = env.reset(seed=0)
     cue = int(observation[:3].argmax())
     assert observation.tolist() == [*np.eye(3)[cue], 0.0]
     for passed in (0.5, 1.0):
-        observation, reward, terminated, truncated, _ = world.step(cue)
+        observation, reward, terminated, truncated, _ = env.step(cue)
         assert observation.tolist() == [0, 0, 0, passed]
         assert (reward, terminated, truncated) == (0.0, False, False)
-    observation, reward, terminated, truncated, _ = world.step(cue)
+    observation, reward, terminated, truncated, _ = env.step(cue)
     assert observation[:3].tolist() == [0, 0, 0]
     assert (reward, terminated, truncated) == (1.0, True, False)
 
@@ -97,13 +97,13 @@ def test_counting_refuses_an_unknown_ending():
 
 def cells(id, *actions, **arguments):
     """The brightness in the middle of every cell of the picture after some actions, between 0 and 1."""
-    worlds = make(Environment(id=id, arguments=arguments), 1, seed=0, render=True)
-    assert worlds.fps == 5
-    step = worlds.reset()
+    envs = make(Environment(id=id, arguments=arguments), 1, seed=0, render=True)
+    assert envs.fps == 5
+    step = envs.reset()
     for action in actions:
-        step = worlds.step(np.array([action]))
-    picture = worlds.render()
-    worlds.close()
+        step = envs.step(np.array([action]))
+    picture = envs.render()
+    envs.close()
     assert picture.dtype == np.uint8
     assert (picture[..., :1] == picture).all()  # grey
     middle = picture[BLOCK // 2 :: BLOCK, BLOCK // 2 :: BLOCK, 0] / 255
@@ -143,23 +143,23 @@ def test_a_bar_fills_from_below():
 
 @pytest.mark.parametrize("id", TOYS)
 def test_every_toy_can_be_pictured_to_the_end_and_beyond(id):
-    worlds = make(Environment(id=id), 2, seed=0, render=True)
-    worlds.reset()
-    shape = worlds.render().shape
+    envs = make(Environment(id=id), 2, seed=0, render=True)
+    envs.reset()
+    shape = envs.render().shape
     for _ in range(25):
-        worlds.step(np.zeros((2, 1) if id == "Target" else 2, np.int64))
-        assert worlds.render().shape == shape
-    worlds.close()
+        envs.step(np.zeros((2, 1) if id == "Target" else 2, np.int64))
+        assert envs.render().shape == shape
+    envs.close()
 
 
 def test_deep_sea_rewards_the_one_way_down_and_charges_for_each_step_to_the_right():
-    world = DeepSea(size=4, layout=3)
-    observation, _ = world.reset()
+    env = DeepSea(size=4, layout=3)
+    observation, _ = env.reset()
     total, path = 0.0, []
     for _ in range(4):
         row, column = divmod(int(observation.argmax()), 4)
         path.append((row, column))
-        observation, reward, ended, truncated, _ = world.step(int(world._right[row, column]))
+        observation, reward, ended, truncated, _ = env.step(int(env._right[row, column]))
         total += reward
     assert path == [(0, 0), (1, 1), (2, 2), (3, 3)]
     assert total == pytest.approx(1 - 0.01)
@@ -168,44 +168,44 @@ def test_deep_sea_rewards_the_one_way_down_and_charges_for_each_step_to_the_righ
 
 
 def test_deep_sea_forgives_no_step_to_the_left():
-    world = DeepSea(size=5)
+    env = DeepSea(size=5)
     for wrong in range(5):
-        observation, _ = world.reset()
+        observation, _ = env.reset()
         total = 0.0
         for step in range(5):
             row, column = divmod(int(observation.argmax()), 5)
-            right = int(world._right[row, column])
-            observation, reward, _, _, _ = world.step(1 - right if step == wrong else right)
+            right = int(env._right[row, column])
+            observation, reward, _, _, _ = env.step(1 - right if step == wrong else right)
             total += reward
         assert total == pytest.approx(-0.01 * 4 / 5)
-    assert DeepSea(size=5, layout=1)._right.tolist() != world._right.tolist()
+    assert DeepSea(size=5, layout=1)._right.tolist() != env._right.tolist()
 
 
 def test_chain_pays_a_little_at_the_near_end_and_much_at_the_far_end():
-    world = Chain(size=5, layout=2)
-    observation, _ = world.reset()
+    env = Chain(size=5, layout=2)
+    observation, _ = env.reset()
     total, cells = 0.0, []
     ended = False
     while not ended:
         cell = int(observation.argmax())
         cells.append(cell)
-        observation, reward, ended, _, _ = world.step(int(world._onward[cell]))
+        observation, reward, ended, _, _ = env.step(int(env._onward[cell]))
         total += reward
     assert cells == [1, 2, 3, *[4] * 11]  # size + 9 steps
     assert total == 12.0
-    observation, _ = world.reset()
-    world.step(int(world._onward[1]))
-    observation, reward, _, _, _ = world.step(1 - int(world._onward[2]))
+    observation, _ = env.reset()
+    env.step(int(env._onward[1]))
+    observation, reward, _, _, _ = env.step(1 - int(env._onward[2]))
     assert (int(observation.argmax()), reward) == (0, 0.001)  # all the way back
 
 
 def test_catch_can_be_a_picture():
-    world, plain = Catch(pixels=84), Catch()
-    picture, _ = world.reset(seed=0)
+    env, plain = Catch(pixels=84), Catch()
+    picture, _ = env.reset(seed=0)
     board, _ = plain.reset(seed=0)
     for _ in range(5):
         assert picture.shape == (1, 84, 84)
         assert picture.dtype == np.uint8
         middle = picture[0, 4::8, 8::16][:10, :5]  # a cell has 8.4 rows of pixels and 16.8 columns
         np.testing.assert_array_equal(middle / 255, board.reshape(10, 5))
-        picture, board = world.step(0)[0], plain.step(0)[0]
+        picture, board = env.step(0)[0], plain.step(0)[0]

@@ -16,12 +16,12 @@ from shoal.envs.toy import Counting
 from shoal.envs.vector import HEALTHY_STEPS, Vector
 
 
-def stream(worlds, steps, action=0):
+def stream(envs, steps, action=0):
     """Every step of a run, stacked along time."""
-    out = [worlds.reset()]
+    out = [envs.reset()]
     for _ in range(steps):
-        out.append(worlds.step(np.full(worlds.size, action)))
-    worlds.close()
+        out.append(envs.step(np.full(envs.size, action)))
+    envs.close()
     return out
 
 
@@ -84,8 +84,8 @@ def faulty(scripts, max_faults=5, size=1, **arguments):
 
 @pytest.mark.parametrize(("ending", "last"), [("termination", 0), ("truncation", 1)])
 def test_time_is_aligned(ending, last):
-    worlds = make(Environment(id="Counting", arguments={"length": 3, "ending": ending}), 2, seed=1)
-    steps = stream(worlds, 8, action=2)
+    envs = make(Environment(id="Counting", arguments={"length": 3, "ending": ending}), 2, seed=1)
+    steps = stream(envs, 8, action=2)
     for environment in range(2):
         rows = [
             [*step.observation[environment, [0, 1, 3]], step.reward[environment], step.discount[environment]]
@@ -104,13 +104,13 @@ def test_time_is_aligned(ending, last):
             [0, 2, -1, 0, 1],
         ]
         assert [bool(step.first[environment]) for step in steps] == [step % 4 == 0 for step in range(9)]
-    assert [(episode.score, episode.length) for episode in worlds.episodes()] == [(6.0, 3)] * 4
-    assert worlds.episodes() == []
+    assert [(episode.score, episode.length) for episode in envs.episodes()] == [(6.0, 3)] * 4
+    assert envs.episodes() == []
 
 
 def test_types_and_fresh_arrays():
-    worlds = make(Environment(id="Counting"), 3, seed=1)
-    steps = stream(worlds, 12)
+    envs = make(Environment(id="Counting"), 3, seed=1)
+    steps = stream(envs, 12)
     assert {step.observation.dtype for step in steps} == {np.dtype("float32")}
     assert {step.reward.dtype for step in steps} == {np.dtype("float32")}
     assert {step.discount.dtype for step in steps} == {np.dtype("float32")}
@@ -122,8 +122,8 @@ def test_types_and_fresh_arrays():
 
 def test_environments_of_different_lengths_end_apart():
     lengths = iter([2, 3])
-    worlds = Vector("Counting", lambda: Counting(next(lengths)), 2, 0, 5, {})
-    steps = stream(worlds, 6)
+    envs = Vector("Counting", lambda: Counting(next(lengths)), 2, 0, 5, {})
+    steps = stream(envs, 6)
     np.testing.assert_array_equal(
         [step.first for step in steps], [[1, 1], [0, 0], [0, 0], [1, 0], [0, 1], [0, 0], [1, 0]]
     )
@@ -133,16 +133,16 @@ def test_environments_of_different_lengths_end_apart():
 
 
 def test_reset_leaves_episodes_under_way():
-    worlds = make(Environment(id="Counting", arguments={"length": 3}), 1, seed=1)
-    worlds.reset()
-    worlds.step(np.array([0]))
-    step = worlds.reset()
+    envs = make(Environment(id="Counting", arguments={"length": 3}), 1, seed=1)
+    envs.reset()
+    envs.step(np.array([0]))
+    step = envs.reset()
     assert step.first.tolist() == [True]
     assert step.observation[0, :2].tolist() == [0, 1]
     for _ in range(3):
-        worlds.step(np.array([0]))
-    assert [episode.length for episode in worlds.episodes()] == [3]
-    worlds.close()
+        envs.step(np.array([0]))
+    assert [episode.length for episode in envs.episodes()] == [3]
+    envs.close()
 
 
 @pytest.mark.parametrize("id", ["CartPole-v1", "Catch", "Identity"])
@@ -157,8 +157,8 @@ def test_seeds(id):
 
 
 def test_only_the_first_reset_passes_a_seed():
-    worlds = faulty([()], size=2)
-    stream(worlds, 25)
+    envs = faulty([()], size=2)
+    stream(envs, 25)
     assert None not in Faulty.seeds[:2]
     assert Faulty.seeds[0] != Faulty.seeds[1]
     assert Faulty.seeds[2:] == [None] * 4
@@ -173,15 +173,15 @@ def test_only_the_first_reset_passes_a_seed():
     ],
 )
 def test_a_fault_cuts_the_episode(how, words):
-    worlds = faulty([(3,), ()], how=how)
-    steps = stream(worlds, 15)
+    envs = faulty([(3,), ()], how=how)
+    steps = stream(envs, 15)
     # The step that failed opens the next episode, and so does not count as one of the last.
     assert [int(step.observation["count"][0, 0]) for step in steps[:7]] == [0, 1, 2, 0, 1, 2, 3]
     assert [float(step.reward[0]) for step in steps[:7]] == [0, 1, 1, 0, 1, 1, 1]
     assert [float(step.discount[0]) for step in steps[:7]] == [1] * 7
     assert [bool(step.first[0]) for step in steps[:7]] == [True, False, False, True, False, False, False]
-    assert [(episode.score, episode.length) for episode in worlds.episodes()] == [(10.0, 10)]
-    (report,) = worlds.faults()
+    assert [(episode.score, episode.length) for episode in envs.episodes()] == [(10.0, 10)]
+    (report,) = envs.faults()
     line = report.splitlines()[0]
     for part in (
         "environment 0 of 1",
@@ -194,14 +194,14 @@ def test_a_fault_cuts_the_episode(how, words):
     assert line.endswith(words)
     if how == "raise":
         assert "Traceback" in report
-    assert worlds.faults() == []
+    assert envs.faults() == []
     assert Faulty.seeds[1] not in (None, Faulty.seeds[0])
     assert Faulty.alive == 0
 
 
 def test_a_fault_leaves_the_other_environments_alone():
-    worlds = faulty([(), (3,), ()], size=2)
-    steps = stream(worlds, 6)
+    envs = faulty([(), (3,), ()], size=2)
+    steps = stream(envs, 6)
     counts = np.array([step.observation["count"][:, 0] for step in steps])
     np.testing.assert_array_equal(counts[:, 0], [0, 1, 2, 3, 4, 5, 6])
     np.testing.assert_array_equal(counts[:, 1], [0, 1, 2, 0, 1, 2, 3])
@@ -214,54 +214,54 @@ def test_a_reset_that_fails_later_opens_the_next_episode_all_the_same():
                 raise RuntimeError("cannot go on")
             return super().reset(seed=seed)
 
-    worlds = Vector("Once", lambda: Once(length=2), 1, 7, 5, {})
-    steps = stream(worlds, 7)
+    envs = Vector("Once", lambda: Once(length=2), 1, 7, 5, {})
+    steps = stream(envs, 7)
     assert [int(step.observation["count"][0, 0]) for step in steps] == [0, 1, 2, 0, 1, 2, 0, 1]
     assert [bool(step.first[0]) for step in steps] == [True, False, False, True, False, False, True, False]
-    assert len(worlds.episodes()) == 2
-    assert len(worlds.faults()) == 2
+    assert len(envs.episodes()) == 2
+    assert len(envs.faults()) == 2
     assert Faulty.alive == 0
 
 
 def test_too_many_faults_in_a_row_end_the_run():
-    worlds = faulty([(2,)], max_faults=2)
+    envs = faulty([(2,)], max_faults=2)
     with pytest.raises(Fatal) as caught:
-        stream(worlds, 100)
-    worlds.close()
+        stream(envs, 100)
+    envs.close()
     message = str(caught.value)
     assert "3 faults in a row, 2 allowed" in message
     assert f"seed {Faulty.seeds[-1]}" in message
     assert "step 2 of its episode, step 6 in all" in message
     assert "Traceback" in message
     assert "broke at 2" in message
-    assert len(worlds.faults()) == 2
+    assert len(envs.faults()) == 2
     assert Faulty.alive == 0
 
 
 def test_a_finished_episode_begins_a_new_row():
-    worlds = faulty([(12,)], max_faults=1)
-    stream(worlds, 100)
-    assert len(worlds.faults()) > 5
+    envs = faulty([(12,)], max_faults=1)
+    stream(envs, 100)
+    assert len(envs.faults()) > 5
 
 
 @pytest.mark.parametrize(("healthy", "ends"), [(HEALTHY_STEPS + 1, False), (HEALTHY_STEPS, True)])
 def test_enough_healthy_steps_begin_a_new_row(healthy, ends, monkeypatch):
     monkeypatch.setattr(Faulty, "show", lambda self: {"count": np.zeros(1, np.float32), "time": 0})
-    worlds = faulty([(healthy,)], max_faults=1, length=10**9)  # the last of them fails
+    envs = faulty([(healthy,)], max_faults=1, length=10**9)  # the last of them fails
     if ends:
         with pytest.raises(Fatal, match="2 faults in a row"):
-            stream(worlds, 5 * HEALTHY_STEPS)
-        worlds.close()
+            stream(envs, 5 * HEALTHY_STEPS)
+        envs.close()
     else:
-        stream(worlds, 5 * HEALTHY_STEPS)
-        assert len(worlds.faults()) > 3
+        stream(envs, 5 * HEALTHY_STEPS)
+        assert len(envs.faults()) > 3
 
 
 def test_a_first_reset_that_fails_ends_the_run_at_once():
-    worlds = faulty([("reset",)])
+    envs = faulty([("reset",)])
     with pytest.raises(Fatal, match=r"step 0 of its episode, step 0 in all: RuntimeError: no reset"):
-        worlds.reset()
-    worlds.close()
+        envs.reset()
+    envs.close()
     assert Faulty.alive == 0
 
 
@@ -270,10 +270,10 @@ def test_a_first_observation_that_is_not_finite_ends_the_run_at_once():
         def show(self):
             return {"count": np.array([np.nan], np.float32), "time": 0}
 
-    worlds = Vector("Blank", Blank, 1, 7, 5, {})
+    envs = Vector("Blank", Blank, 1, 7, 5, {})
     with pytest.raises(Fatal, match=r"no episode could be opened: .*observation.count holds nan"):
-        worlds.reset()
-    worlds.close()
+        envs.reset()
+    envs.close()
 
 
 def test_an_environment_that_cannot_be_made_closes_those_that_were():
@@ -290,9 +290,9 @@ def test_metrics_come_out_of_info():
             height = self._count**2
             return *step, {"gold": 1, "height": height, "speed": np.float64(height), "name": "unused"}
 
-    worlds = Vector("Talking", lambda: Talking(3), 1, 7, 5, {"gold": "sum", "height": "last", "speed": "average"})
-    stream(worlds, 7)
-    assert [episode.metrics for episode in worlds.episodes()] == [{"gold": 3, "height": 9, "speed": 14 / 3}] * 2
+    envs = Vector("Talking", lambda: Talking(3), 1, 7, 5, {"gold": "sum", "height": "last", "speed": "average"})
+    stream(envs, 7)
+    assert [episode.metrics for episode in envs.episodes()] == [{"gold": 3, "height": 9, "speed": 14 / 3}] * 2
 
 
 def test_a_metric_that_is_no_number_is_reported():
@@ -301,11 +301,11 @@ def test_a_metric_that_is_no_number_is_reported():
             *step, _ = super().step(action)
             return *step, {"gold": "none"}
 
-    worlds = Vector("Talking", Talking, 1, 7, 5, {"gold": "sum"})
-    worlds.reset()
-    worlds.step(np.array([0]))
-    assert "metric 'gold' needs a number, but info holds 'none'" in worlds.faults()[0]
-    worlds.close()
+    envs = Vector("Talking", Talking, 1, 7, 5, {"gold": "sum"})
+    envs.reset()
+    envs.step(np.array([0]))
+    assert "metric 'gold' needs a number, but info holds 'none'" in envs.faults()[0]
+    envs.close()
 
 
 class Sketch(Faulty):
@@ -316,24 +316,24 @@ class Sketch(Faulty):
 
 
 def test_after_a_fault_the_next_episode_is_pictured():
-    worlds = Vector("Sketch", lambda: Sketch((3,)), 1, 7, 5, {}, render=True)
-    worlds.reset()
-    shown = [int(worlds.render()[0, 0, 0])]
+    envs = Vector("Sketch", lambda: Sketch((3,)), 1, 7, 5, {}, render=True)
+    envs.reset()
+    shown = [int(envs.render()[0, 0, 0])]
     for _ in range(5):
-        worlds.step(np.array([0]))
-        shown.append(int(worlds.render()[0, 0, 0]))
+        envs.step(np.array([0]))
+        shown.append(int(envs.render()[0, 0, 0]))
     assert shown == [0, 1, 2, 0, 1, 2]
-    assert len(worlds.faults()) == 1
-    assert worlds.fps == 30  # nobody said
-    worlds.close()
+    assert len(envs.faults()) == 1
+    assert envs.fps == 30  # nobody said
+    envs.close()
 
 
 @pytest.mark.parametrize("limit", [3, 10, 11])
 def test_a_limit_cuts_episodes_that_do_not_end(limit):
-    worlds = Vector("Faulty", lambda: Faulty(length=10), 1, 7, 5, {}, limit=limit)
-    steps = stream(worlds, 22)
+    envs = Vector("Faulty", lambda: Faulty(length=10), 1, 7, 5, {}, limit=limit)
+    steps = stream(envs, 22)
     length, cut = min(limit, 10), limit < 10
-    assert {(episode.score, episode.length, episode.cut) for episode in worlds.episodes()} == {(length, length, cut)}
+    assert {(episode.score, episode.length, episode.cut) for episode in envs.episodes()} == {(length, length, cut)}
     firsts = [instant for instant, step in enumerate(steps) if step.first[0]]
     assert firsts == [*range(0, 23, length + 1)]
     last = steps[length]

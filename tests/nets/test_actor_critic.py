@@ -8,8 +8,7 @@ import torch
 
 from shoal.core.tree import map_tree
 from shoal.core.types import ActionSpec, ArraySpec, Batch, Spec, Step
-from shoal.nets.actor_critic import ActorCritic
-from shoal.nets.torsos import Network
+from shoal.nets.actor_critic import ActorCritic, ActorCriticArchitecture
 
 VECTOR = ArraySpec((5,), "float32")
 OBSERVATIONS = {
@@ -39,7 +38,7 @@ def a_step(observation, size: int, first: bool = False) -> Step:
 @pytest.mark.parametrize("settings", [{}, {"separate": True}, {"lstm": 6}, {"normalise_observation": True}])
 def test_shapes(observation, action, settings):
     spec = Spec(OBSERVATIONS[observation], ACTIONS[action])
-    net = ActorCritic(Network(hidden=(8,), **settings), spec, gamma=0.9)
+    net = ActorCritic(ActorCriticArchitecture(hidden=(8,), **settings), spec, gamma=0.9)
     first = torch.zeros(3, 2, dtype=torch.bool)
     policy, value, state = net(observe(spec.observation, 3, 2), first, net.initial_state(2))
     assert policy.shape == (3, 2, 4)
@@ -55,7 +54,7 @@ def test_shapes(observation, action, settings):
 
 
 def test_separate_torsos_share_nothing():
-    net = ActorCritic(Network(hidden=(8,), separate=True), Spec(VECTOR, ActionSpec(3)), gamma=0.9)
+    net = ActorCritic(ActorCriticArchitecture(hidden=(8,), separate=True), Spec(VECTOR, ActionSpec(3)), gamma=0.9)
     first = torch.zeros(1, 4, dtype=torch.bool)
     net(observe(VECTOR, 1, 4), first)[1].sum().backward()
     assert all(parameter.grad is None for parameter in net.torso.parameters())
@@ -63,7 +62,7 @@ def test_separate_torsos_share_nothing():
 
 
 def test_greedy_takes_the_mode_and_acting_draws():
-    net = ActorCritic(Network(), Spec(VECTOR, ActionSpec(50)), gamma=0.9)
+    net = ActorCritic(ActorCriticArchitecture(), Spec(VECTOR, ActionSpec(50)), gamma=0.9)
     step = a_step(VECTOR, 30)
     greedy = net.act(step, {}, greedy=True)
     assert torch.equal(greedy.action, greedy.record["policy"].argmax(-1))
@@ -71,7 +70,7 @@ def test_greedy_takes_the_mode_and_acting_draws():
 
 
 def test_the_recorded_core_is_the_one_before_the_step():
-    net = ActorCritic(Network(lstm=6), Spec(VECTOR, ActionSpec(3)), gamma=0.9)
+    net = ActorCritic(ActorCriticArchitecture(lstm=6), Spec(VECTOR, ActionSpec(3)), gamma=0.9)
     begin = net.begin(2)
     one = net.act(a_step(VECTOR, 2, first=True), begin, greedy=True)
     two = net.act(a_step(VECTOR, 2), one.carry, greedy=True)
@@ -104,7 +103,7 @@ def play(net: ActorCritic, length: int, items: int) -> tuple[Batch, np.ndarray]:
 def test_reward_scale_is_that_of_the_discounted_return():
     """As in Gymnasium's NormalizeReward: G ← γ G + r, reset with the episode; r / std(G), clipped."""
     torch.manual_seed(0)
-    net = ActorCritic(Network(normalise_reward=True), Spec(VECTOR, ActionSpec(3)), gamma=0.9)
+    net = ActorCritic(ActorCriticArchitecture(normalise_reward=True), Spec(VECTOR, ActionSpec(3)), gamma=0.9)
     batch, reward = play(net, 40, 3)
     first = batch.first.numpy()
     seen = []
@@ -121,14 +120,14 @@ def test_reward_scale_is_that_of_the_discounted_return():
 
 
 def test_observations_are_normalised_by_valid_steps_seen_by_the_learner():
-    net = ActorCritic(Network(normalise_observation=True), Spec(VECTOR, ActionSpec(3)), gamma=0.9)
+    net = ActorCritic(ActorCriticArchitecture(normalise_observation=True), Spec(VECTOR, ActionSpec(3)), gamma=0.9)
     batch, _ = play(net, 40, 3)
     assert net.moments.parts[0].count == 0  # acting does not touch the statistics
     net.observe(batch)
     valid = batch.observation[:-1][batch.mask.bool()].double().numpy()
     moments = net.moments.parts[0]
     np.testing.assert_allclose(moments.mean, valid.mean(0), atol=1e-6)
-    plain = ActorCritic(Network(), Spec(VECTOR, ActionSpec(3)), gamma=0.9)
+    plain = ActorCritic(ActorCriticArchitecture(), Spec(VECTOR, ActionSpec(3)), gamma=0.9)
     plain.load_state_dict(net.state_dict(), strict=False)
     by_hand = torch.tensor((batch.observation.numpy() - valid.mean(0)) / valid.std(0))
     torch.testing.assert_close(net(batch.observation, batch.first)[1], plain(by_hand.float(), batch.first)[1])

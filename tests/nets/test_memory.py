@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.nets.memory import Memory
+from shoal.nets.memory import Lstm
 
 
 @pytest.fixture
-def memory() -> Memory:
+def memory() -> Lstm:
     torch.manual_seed(0)
-    return Memory(3, 5)
+    return Lstm(3, 5)
 
 
 def test_without_beginnings_it_is_the_lstm(memory):

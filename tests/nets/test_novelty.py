@@ -10,7 +10,7 @@ import torch
 
 from shoal.core.types import ActionSpec, ArraySpec, Batch, Spec
 from shoal.nets.novelty import FOLLOW, Novelty
-from shoal.nets.torsos import Network
+from shoal.nets.torsos import Architecture
 
 SPEC = Spec(ArraySpec((5,), "float32"), ActionSpec(3))
 SIZE = 4
@@ -19,7 +19,7 @@ SIZE = 4
 @pytest.fixture
 def novelty() -> Novelty:
     torch.manual_seed(0)
-    return Novelty(Network(hidden=(8,)), SPEC, SIZE)
+    return Novelty(Architecture(hidden=(8,)), SPEC, SIZE)
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_lasting_novelty_compares_with_the_valid_states_seen_of_late(novelty, ba
 
 def test_the_statistics_travel_with_the_weights(novelty, batch):
     novelty.observe(batch)
-    other = Novelty(Network(hidden=(8,)), SPEC, SIZE)
+    other = Novelty(Architecture(hidden=(8,)), SPEC, SIZE)
     other.load_state_dict(novelty.state_dict())
     new = 3 * torch.randn(20, 5)
     assert torch.equal(other.lasting(new), novelty.lasting(new))

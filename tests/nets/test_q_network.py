@@ -10,7 +10,7 @@ from shoal.core.errors import Fatal
 from shoal.core.tree import map_tree
 from shoal.core.types import ActionSpec, ArraySpec, Batch, Spec, Step
 from shoal.nets.q_network import QHead, QNetwork, epsilon_greedy, ladder, previous, trained, unroll
-from shoal.nets.torsos import Network
+from shoal.nets.torsos import Architecture
 
 VECTOR = ArraySpec((5,), "float32")
 OBSERVATIONS = {
@@ -49,10 +49,10 @@ def a_batch(first: torch.Tensor) -> Batch:
 @pytest.mark.parametrize(("dueling", "quantiles", "hidden", "extra"), [(False, 1, 0, 0), (True, 7, 9, 2)])
 def test_shapes(observation, settings, dueling, quantiles, hidden, extra):
     spec = Spec(OBSERVATIONS[observation], ActionSpec(4))
-    net = QNetwork(Network(hidden=(8,), **settings), spec, dueling, quantiles, hidden, extra)
-    told = torch.randn(3, 2, extra) if extra else None
+    net = QNetwork(Architecture(hidden=(8,), **settings), spec, dueling, quantiles, hidden, extra)
+    extra = torch.randn(3, 2, extra) if extra else None
     none = torch.zeros(3, 2, dtype=torch.bool)
-    values, state = net(observe(spec.observation, 3, 2), none, net.initial_state(2), told)
+    values, state = net(observe(spec.observation, 3, 2), none, net.initial_state(2), extra)
     assert values.shape == (3, 2, 4, quantiles)
     assert (None if state is None else state.shape) == ((2, 12) if "lstm" in settings else None)
 
@@ -95,7 +95,7 @@ def test_without_dueling_the_values_are_one_stream():
 
 
 def test_the_value_of_a_step_is_the_mean_of_its_quantiles():
-    net = QNetwork(Network(hidden=(8,)), Spec(VECTOR, ActionSpec(3)), dueling=True, quantiles=5)
+    net = QNetwork(Architecture(hidden=(8,)), Spec(VECTOR, ActionSpec(3)), dueling=True, quantiles=5)
     none = torch.zeros(6, dtype=torch.bool)
     step = Step(observe(VECTOR, 6), torch.zeros(6), torch.ones(6), none)
     quantiles, _ = net(step.observation[None], none[None])
@@ -103,23 +103,23 @@ def test_the_value_of_a_step_is_the_mean_of_its_quantiles():
 
 
 def test_what_it_is_told_beside_the_observation_reaches_the_values_of_its_own_step():
-    net = QNetwork(Network(hidden=(8,)), Spec(VECTOR, ActionSpec(3)), dueling=True, extra=2)
-    told = torch.randn(4, 3, 2, requires_grad=True)
-    net(observe(VECTOR, 4, 3), torch.zeros(4, 3, dtype=torch.bool), None, told)[0][2, 1].sum().backward()
+    net = QNetwork(Architecture(hidden=(8,)), Spec(VECTOR, ActionSpec(3)), dueling=True, extra=2)
+    extra = torch.randn(4, 3, 2, requires_grad=True)
+    net(observe(VECTOR, 4, 3), torch.zeros(4, 3, dtype=torch.bool), None, extra)[0][2, 1].sum().backward()
     where = torch.zeros(4, 3, dtype=torch.bool)
     where[2, 1] = True
-    assert torch.equal(told.grad.abs().sum(-1) > 0, where)
+    assert torch.equal(extra.grad.abs().sum(-1) > 0, where)
 
 
 def test_continuous_actions_and_a_missing_memory_are_refused():
-    with pytest.raises(Fatal, match=r"discrete actions.*choose ppo or impala"):
-        QNetwork(Network(), Spec(VECTOR, ActionSpec(2, (-1.0, -1.0), (1.0, 1.0))), dueling=False)
+    with pytest.raises(Fatal, match=r"does not support continuous actions.*choose ppo or impala"):
+        QNetwork(Architecture(), Spec(VECTOR, ActionSpec(2, (-1.0, -1.0), (1.0, 1.0))), dueling=False)
     with pytest.raises(Fatal, match=r"set network\.lstm"):
-        QNetwork(Network(), Spec(VECTOR, ActionSpec(2)), dueling=False).begin(3)
+        QNetwork(Architecture(), Spec(VECTOR, ActionSpec(2)), dueling=False).begin(3)
 
 
 def test_a_memory_begins_empty_and_with_no_action():
-    net = QNetwork(Network(lstm=6), Spec(VECTOR, ActionSpec(3)), dueling=False)
+    net = QNetwork(Architecture(lstm=6), Spec(VECTOR, ActionSpec(3)), dueling=False)
     carry = net.begin(4)
     assert {key: (value.shape, value.any().item()) for key, value in carry.items()} == {
         "core": ((4, 12), False),
@@ -128,14 +128,14 @@ def test_a_memory_begins_empty_and_with_no_action():
 
 
 def test_observations_are_normalised_by_valid_steps_seen_by_the_learner():
-    network = Network(hidden=(8,), normalise_observation=True)
+    network = Architecture(hidden=(8,), normalise_observation=True)
     net = QNetwork(network, Spec(VECTOR, ActionSpec(3)), dueling=True)
     batch = a_batch(torch.rand(41, 3) < 0.3)
     net(batch.observation, batch.first)
     assert net.moments.parts[0].count == 0  # acting does not touch the statistics
     net.observe(batch)
     valid = batch.observation[:-1][~batch.first[1:]].double().numpy()
-    plain = QNetwork(Network(hidden=(8,)), Spec(VECTOR, ActionSpec(3)), dueling=True)
+    plain = QNetwork(Architecture(hidden=(8,)), Spec(VECTOR, ActionSpec(3)), dueling=True)
     plain.load_state_dict(net.state_dict(), strict=False)
     by_hand = torch.tensor((batch.observation.numpy() - valid.mean(0)) / valid.std(0)).float()
     torch.testing.assert_close(net(batch.observation, batch.first)[0], plain(by_hand, batch.first)[0])
@@ -197,21 +197,21 @@ def test_steps_after_the_burn_in_are_learned_from_and_all_of_an_opening(burn_in)
 
 @pytest.mark.parametrize("burn_in", [0, 1, 3, 7])
 def test_unrolling_in_two_parts_is_as_in_one(burn_in):
-    net = QNetwork(Network(hidden=(8,), lstm=6), Spec(VECTOR, ActionSpec(3)), dueling=True, extra=2)
-    batch, told, state = a_batch(FIRST), torch.randn(9, 4, 2), torch.randn(4, 12)
-    whole, _ = net(batch.observation, batch.first, state, told)
-    torch.testing.assert_close(unroll(net, batch, state, told, burn_in), whole)
-    assert not torch.allclose(unroll(net, batch, 0 * state, told, burn_in)[:, [0, 2]], whole[:, [0, 2]])
+    net = QNetwork(Architecture(hidden=(8,), lstm=6), Spec(VECTOR, ActionSpec(3)), dueling=True, extra=2)
+    batch, extra, state = a_batch(FIRST), torch.randn(9, 4, 2), torch.randn(4, 12)
+    whole, _ = net(batch.observation, batch.first, state, extra)
+    torch.testing.assert_close(unroll(net, batch, state, extra, burn_in), whole)
+    assert not torch.allclose(unroll(net, batch, 0 * state, extra, burn_in)[:, [0, 2]], whole[:, [0, 2]])
 
 
 @pytest.mark.parametrize("burn_in", [1, 3])
 def test_no_gradient_reaches_the_burn_in_but_of_an_opening(burn_in):
-    net = QNetwork(Network(hidden=(8,), lstm=6), Spec(VECTOR, ActionSpec(3)), dueling=True, extra=2)
+    net = QNetwork(Architecture(hidden=(8,), lstm=6), Spec(VECTOR, ActionSpec(3)), dueling=True, extra=2)
     batch = a_batch(FIRST)
-    told, state = torch.randn(9, 4, 2, requires_grad=True), torch.randn(4, 12, requires_grad=True)
-    values = unroll(net, batch, state, told, burn_in)
+    extra, state = torch.randn(9, 4, 2, requires_grad=True), torch.randn(4, 12, requires_grad=True)
+    values = unroll(net, batch, state, extra, burn_in)
     (values[:-1].sum((2, 3)) * trained(batch, burn_in)).sum().backward()
-    reached = told.grad.abs().sum(-1) > 0
+    reached = extra.grad.abs().sum(-1) > 0
     for item in range(4):
         for t in range(9):
             valid = t < 8 and not FIRST[t + 1, item]
@@ -220,7 +220,7 @@ def test_no_gradient_reaches_the_burn_in_but_of_an_opening(burn_in):
 
 
 def test_without_an_opening_the_burn_in_keeps_no_graph():
-    net = QNetwork(Network(hidden=(8,), lstm=6), Spec(VECTOR, ActionSpec(3)), dueling=True, extra=2)
+    net = QNetwork(Architecture(hidden=(8,), lstm=6), Spec(VECTOR, ActionSpec(3)), dueling=True, extra=2)
     batch = a_batch(torch.zeros(6, 2, dtype=torch.bool))
     values = unroll(net, batch, torch.randn(2, 12), torch.randn(6, 2, 2), 3)
     for parameter in net.parameters():

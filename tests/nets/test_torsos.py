@@ -11,7 +11,8 @@ from torch import nn
 from shoal.core.errors import ShoalError
 from shoal.core.types import ArraySpec
 from shoal.nets import torsos
-from shoal.nets.torsos import Network, Torso, mlp, nature, resnet
+from shoal.nets.actor_critic import ActorCriticArchitecture
+from shoal.nets.torsos import Architecture, Torso, mlp, nature, resnet
 
 ATARI = ArraySpec((4, 84, 84), "uint8")
 VECTOR = ArraySpec((5,), "float32")
@@ -30,17 +31,17 @@ def parameters(module: nn.Module) -> int:
 @pytest.mark.parametrize(
     ("network", "spec", "features"),
     [
-        (Network(), ATARI, 512),
-        (Network(), ArraySpec((1, 37, 45), "uint8"), 512),
-        (Network(hidden=(8,)), ArraySpec((1, 10, 5), "uint8"), 8),
-        (Network(torso="resnet"), ATARI, 256),
-        (Network(torso="resnet"), ArraySpec((3, 11, 7), "uint8"), 256),
-        (Network(torso="mlp", hidden=(16, 8)), ATARI, 8),
-        (Network(hidden=(32, 16)), VECTOR, 16),
-        (Network(hidden=()), VECTOR, 5),
-        (Network(hidden=(8,)), ArraySpec((2, 3), "float64"), 8),
-        (Network(hidden=(8,)), ArraySpec((), "int64"), 8),
-        (Network(torso="nature", hidden=(8,)), {"camera": ATARI, "joints": VECTOR}, 520),
+        (Architecture(), ATARI, 512),
+        (Architecture(), ArraySpec((1, 37, 45), "uint8"), 512),
+        (Architecture(hidden=(8,)), ArraySpec((1, 10, 5), "uint8"), 8),
+        (Architecture(torso="resnet"), ATARI, 256),
+        (Architecture(torso="resnet"), ArraySpec((3, 11, 7), "uint8"), 256),
+        (Architecture(torso="mlp", hidden=(16, 8)), ATARI, 8),
+        (Architecture(hidden=(32, 16)), VECTOR, 16),
+        (Architecture(hidden=()), VECTOR, 5),
+        (Architecture(hidden=(8,)), ArraySpec((2, 3), "float64"), 8),
+        (Architecture(hidden=(8,)), ArraySpec((), "int64"), 8),
+        (Architecture(torso="nature", hidden=(8,)), {"camera": ATARI, "joints": VECTOR}, 520),
     ],
 )
 def test_features_have_the_promised_size(network, spec, features):
@@ -71,7 +72,7 @@ def test_the_residual_network_is_the_papers():
 
 def test_a_mapping_is_read_by_key_not_by_order():
     spec = {"a": ArraySpec((2,), "float32"), "b": ArraySpec((2,), "float32")}
-    torso = Torso(Network(hidden=(4,)), spec)
+    torso = Torso(Architecture(hidden=(4,)), spec)
     a, b = torch.randn(3, 2), torch.randn(3, 2)
     torch.testing.assert_close(torso({"a": a, "b": b}), torso({"b": b, "a": a}))
     assert not torch.equal(torso({"a": a, "b": b}), torso({"a": b, "b": a}))
@@ -132,7 +133,7 @@ def test_first_features_of_the_residual_network_keep_their_scale():
 def test_the_same_seed_gives_the_same_weights():
     def state():
         torch.manual_seed(3)
-        return Torso(Network(), ATARI).state_dict()
+        return Torso(Architecture(), ATARI).state_dict()
 
     for one, other in zip(state().values(), state().values(), strict=True):
         assert torch.equal(one, other)
@@ -140,15 +141,15 @@ def test_the_same_seed_gives_the_same_weights():
 
 def test_a_vector_cannot_go_through_convolutions():
     with pytest.raises(ShoalError, match=r"resnet is for images.*choose torso auto or mlp"):
-        Torso(Network(torso="resnet"), VECTOR)
+        Torso(Architecture(torso="resnet"), VECTOR)
 
 
 def test_a_small_image_cannot_go_through_the_nature_network():
     with pytest.raises(ShoalError, match=r"35x84 is too small.*36x36.*mlp or resnet"):
-        Torso(Network(torso="nature"), ArraySpec((1, 35, 84), "uint8"))
-    Torso(Network(torso="nature"), ArraySpec((1, 36, 36), "uint8"))
+        Torso(Architecture(torso="nature"), ArraySpec((1, 35, 84), "uint8"))
+    Torso(Architecture(torso="nature"), ArraySpec((1, 36, 36), "uint8"))
 
 
 def test_separate_torsos_cannot_share_a_memory():
     with pytest.raises(ValidationError, match="separate torsos cannot share an LSTM"):
-        Network(separate=True, lstm=8)
+        ActorCriticArchitecture(separate=True, lstm=8)

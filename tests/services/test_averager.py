@@ -14,7 +14,7 @@ from shoal.services.averager import ACTIVE, Averager
 
 
 class Group:
-    """A group that changes its weights by what it is told."""
+    """A group that changes its weights by given amounts."""
 
     def __init__(self, averager: Averager, name: str, codec: Codec) -> None:
         """Join."""
@@ -151,8 +151,8 @@ class TestMoments:
             samples.append(seen)
             group = groups[turn % 2]
             group.sum = {**group.sum, **dict.fromkeys(("m.count", "m.mean", "m.var"), np.zeros(()))}
-            told = {"m.count": np.array(float(len(seen))), "m.mean": seen.mean(0), "m.var": seen.var(0)}
-            group.send({"w": np.zeros(2, np.float32), **told}, 10)
+            moments = {"m.count": np.array(float(len(seen))), "m.mean": seen.mean(0), "m.var": seen.var(0)}
+            group.send({"w": np.zeros(2, np.float32), **moments}, 10)
         together = np.concatenate(samples)
         for part, expected in (("count", len(together)), ("mean", together.mean(0)), ("var", together.var(0))):
             np.testing.assert_allclose(averager.newest()[f"m.{part}"], expected, rtol=1e-9)
@@ -175,11 +175,11 @@ def refused(averager: Averager, group: Group, message: Any, **wrong: Any) -> str
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        ({"steps": -1}, "steps is -1, and not a whole number from 0 on"),
+        ({"steps": -1}, "steps is -1, not an integer of at least 0"),
         ({"steps": 10.5}, "steps is 10.5"),
-        ({"steps": 10**9}, "1,000,000,000 steps are more than any change could have: 1,000"),
+        ({"steps": 10**9}, "1,000,000,000 steps are more than a change can have: 1,000"),
         ({"updates": -3}, "updates is -3"),
-        ({"version": 5}, "version 5 is still to come: the newest is 0"),
+        ({"version": 5}, "version 5 does not exist yet: the newest is 0"),
         ({"version": -1}, "version is -1"),
         ({"metrics": {"loss": float("nan")}}, "metric loss is nan"),
     ],
@@ -187,7 +187,7 @@ def refused(averager: Averager, group: Group, message: Any, **wrong: Any) -> str
 def test_counts_that_cannot_be_are_refused(wrong: dict[str, Any], reason: str) -> None:
     averager = Averager({"w": np.zeros(2, np.float32)}, Codec(), most=1_000)
     group = Group(averager, "a", Codec())
-    assert reason in refused(averager, group, told(1.0), **wrong)
+    assert reason in refused(averager, group, message(1.0), **wrong)
     (line,) = averager.status()["refused"]
     assert line.startswith("refused a change of group-7/gradient-1: ")
 
@@ -198,7 +198,7 @@ def test_counts_that_cannot_be_are_refused(wrong: dict[str, Any], reason: str) -
 def test_changes_that_are_no_numbers_are_refused_and_the_group_may_begin_again(total: float, reason: str) -> None:
     averager = Averager({"w": np.zeros(2, np.float32)}, Codec())
     group, other = Group(averager, "a", Codec()), Group(averager, "b", Codec())
-    assert reason in refused(averager, group, told(total))
+    assert reason in refused(averager, group, message(total))
     other.send({"w": np.ones(2, np.float32)}, 10)
     Group(averager, "a", Codec()).send({"w": np.ones(2, np.float32)}, 10)
     assert np.isfinite(averager.newest()["w"]).all()
@@ -209,7 +209,7 @@ def test_refusals_between_good_changes_are_no_error_of_their_sender() -> None:
     averager = Averager({"w": np.zeros(2, np.float32)}, Codec())
     bad, good = Group(averager, "a", Codec()), Group(averager, "b", Codec())
     for _ in range(150):
-        assert "holds nan" in refused(averager, bad, told(np.nan))
+        assert "holds nan" in refused(averager, bad, message(np.nan))
         good.send({"w": np.zeros(2, np.float32)}, 10)
 
 
@@ -222,7 +222,7 @@ def test_strangers_are_refused_and_everyone_hears_of_the_end() -> None:
     assert group.send(change(np.random.default_rng(0)), 1)["stop"] is True
 
 
-def told(total: float) -> Any:
+def message(total: float) -> Any:
     """What a group says whose changes sum up to a number."""
     sender = Sender(Codec())
     sender.publish(0, {"w": np.full(2, total, np.float32)})
@@ -232,10 +232,10 @@ def told(total: float) -> Any:
 def test_a_group_that_begins_again_takes_no_changes_of_its_former_life() -> None:
     averager = Averager({"w": np.zeros(2, np.float32)}, Codec())
     before = averager.join("group-0")["life"]
-    averager.merge("group-0", before, 0, 10, 1, told(1.0), {})
+    averager.merge("group-0", before, 0, 10, 1, message(1.0), {})
     after = averager.join("group-0")["life"]
     with pytest.raises(ShoalError, match="group-0 has not joined, or has begun again"):
-        averager.merge("group-0", before, 1, 10, 1, told(3.0), {})
+        averager.merge("group-0", before, 1, 10, 1, message(3.0), {})
     assert averager.newest()["w"].tolist() == [1.0, 1.0]
-    averager.merge("group-0", after, 1, 10, 1, told(0.5), {})
+    averager.merge("group-0", after, 1, 10, 1, message(0.5), {})
     assert averager.newest()["w"].tolist() == [1.5, 1.5]

@@ -83,10 +83,10 @@ def test_the_return_is_that_of_the_last_hundred_episodes():
 def test_faults_are_handed_out_once_and_the_oldest_give_way():
     journal = Journal()
     journal.acted([], ["one", "two"])
-    assert journal.drain()["faults_told"] == ["one", "two"]
-    assert journal.drain()["faults_told"] == []
+    assert journal.drain()["problems"] == ["one", "two"]
+    assert journal.drain()["problems"] == []
     journal.acted([], [str(i) for i in range(30)])
-    assert journal.drain()["faults_told"] == [str(i) for i in range(10, 30)]
+    assert journal.drain()["problems"] == [str(i) for i in range(10, 30)]
     assert journal.snapshot()["faults"] == 32
 
 
@@ -179,4 +179,4 @@ def test_checkpoints_and_what_kept_them_from_the_disk_are_told(clock):
     journal.saved(200, "no space left")
     news = journal.drain()
     assert news["checkpoint"] == {"steps": 100, "seconds": 5.0}
-    assert news["faults_told"] == ["no space left"]
+    assert news["problems"] == ["no space left"]

@@ -34,11 +34,11 @@ def names(batch) -> list[int] | None:
     """Which items a batch holds, after a check that it holds them whole."""
     if batch is None:
         return None
-    told = batch["record"]["core"][0]
-    assert (batch["observation"]["vector"] == told[None, :, None]).all()
-    assert (batch["reward"] == told).all()
+    found = batch["record"]["core"][0]
+    assert (batch["observation"]["vector"] == found[None, :, None]).all()
+    assert (batch["reward"] == found).all()
     assert not batch["first"].any()
-    return told.tolist()
+    return found.tolist()
 
 
 def test_first_in_first_out_across_puts():
@@ -243,9 +243,9 @@ class TestAdmission:
         ({"observation": {"vector": np.full((4, 1, 2), np.inf, np.float32)}}, "observation.vector holds inf"),
         ({"record": {"core": np.full((1, 1), np.nan)}}, "record.core holds nan"),
         ({"version": np.array([-1])}, "version -1 is negative"),
-        ({"version": np.array([0.5])}, "versions are no list of whole numbers"),
+        ({"version": np.array([0.5])}, "versions are not a list of integers"),
         ({"action": np.full((3, 1), 7)}, "an action lies outside 0 to 3"),
-        ({"action": np.full((3, 1), 0.5)}, "actions are float64, and not one of 4 choices"),
+        ({"action": np.full((3, 1), 0.5)}, "actions are of type float64, not integers below 4"),
     ],
 )
 def test_experience_that_makes_no_sense_is_refused_counted_and_its_sender_named(wrong, reason):
@@ -264,12 +264,12 @@ def test_experience_that_makes_no_sense_is_refused_counted_and_its_sender_named(
     assert names(queue.get(2)) == [1, 3]
 
 
-def test_where_nothing_good_comes_the_sender_is_told():
+def test_where_nothing_good_comes_it_is_an_error():
     """Else everyone would wait for ever for a batch that cannot come."""
     queue = Queue(4)
     bad = {**items(1), "reward": np.full((3, 1), np.nan, np.float32)}
     assert all(queue.put(bad) for _ in range(99))
-    with pytest.raises(ShoalError, match="nothing good came between them"):
+    with pytest.raises(ShoalError, match="with nothing valid in between"):
         queue.put(bad)
 
 

@@ -15,7 +15,7 @@ from shoal.core.settings import Replaying
 from shoal.core.types import Store
 from shoal.services.frames import Frames, Full
 from shoal.services.replay import Replay
-from shoal.services.sums import Sums
+from shoal.services.sum_tree import SumTree
 
 
 @pytest.fixture(autouse=True)
@@ -44,11 +44,11 @@ def replay(capacity: int = 10, batch: int = 4, **more: Any) -> Replay:
 
 def names(batch: Any) -> Any:
     """Which items a batch holds, after a check that it holds them whole."""
-    told = batch["action"][0]
-    assert (batch["observation"]["vector"] == told[None, :, None]).all()
-    assert (batch["reward"] == told).all()
+    found = batch["action"][0]
+    assert (batch["observation"]["vector"] == found[None, :, None]).all()
+    assert (batch["reward"] == found).all()
     assert batch["first"].shape[1] == len(batch["key"]) == len(batch["weight"])
-    return told
+    return found
 
 
 # --- sums
@@ -57,7 +57,7 @@ def names(batch: Any) -> Any:
 @settings(max_examples=50)
 @given(st.integers(1, 2000), st.data())
 def test_sums_agree_with_a_plain_array(capacity: int, data: Any) -> None:
-    sums, plain = Sums(capacity), np.zeros(capacity)
+    sums, plain = SumTree(capacity), np.zeros(capacity)
     for _ in range(5):
         index = np.array(data.draw(st.lists(st.integers(0, capacity - 1), min_size=1, max_size=20)))
         value = np.array(data.draw(st.lists(st.floats(0, 100), min_size=len(index), max_size=len(index))))
@@ -72,7 +72,7 @@ def test_sums_agree_with_a_plain_array(capacity: int, data: Any) -> None:
 
 @pytest.mark.parametrize("capacity", [3, 16, 17, 300, 5000])
 def test_draws_follow_the_exact_distribution(capacity: int) -> None:
-    sums = Sums(capacity)
+    sums = SumTree(capacity)
     chance = np.random.random_sample(capacity) ** 3
     chance[:: max(capacity // 3, 2)] = 0.0
     sums.set(np.arange(capacity), chance)
@@ -87,7 +87,7 @@ def test_draws_follow_the_exact_distribution(capacity: int) -> None:
 
 
 def test_draws_are_stratified() -> None:
-    sums = Sums(100)
+    sums = SumTree(100)
     sums.set(np.arange(100), np.ones(100))
     for _ in range(20):
         assert np.array_equal(sums.draw(100), np.arange(100))  # one from each hundredth
@@ -122,8 +122,8 @@ def test_weights_make_up_for_priorities_and_are_at_most_one() -> None:
         batch = store.get(64, beta=beta)
         assert batch is not None
         wanted = (4 * priority / priority.sum()) ** -beta
-        told = wanted[names(batch)]
-        assert batch["weight"] == pytest.approx(told / told.max(), rel=1e-4)
+        weights = wanted[names(batch)]
+        assert batch["weight"] == pytest.approx(weights / weights.max(), rel=1e-4)
         assert batch["weight"].max() == 1.0
         assert batch["weight"].dtype == np.float32
 
@@ -186,7 +186,7 @@ def test_any_row_of_puts_agrees_with_a_plain_list(puts: list[int], capacity: int
 def test_items_of_another_shape_are_an_error() -> None:
     store = replay()
     store.put(items([0], length=2))
-    with pytest.raises(ValueError, match="came where those before had"):
+    with pytest.raises(ValueError, match="but earlier ones had"):
         store.put(items([0], length=3))
 
 
@@ -348,7 +348,7 @@ def test_an_empty_one_has_nothing_to_keep_and_another_size_is_refused() -> None:
     assert store.settle() == {}
     store.restore({})
     store.put(items([1]))
-    with pytest.raises(Fatal, match=r"holds 10 items; replay\.capacity is 11"):
+    with pytest.raises(Fatal, match=r"capacity of 10 items; replay\.capacity is 11"):
         replay(11).restore(store.settle())
 
 

@@ -202,7 +202,7 @@ def test_nothing_of_shoal_is_called_that_is_not_for_nodes(stand: Stand, marker: 
 
 
 def test_what_is_closed_stays_closed(closed: None) -> None:
-    with pytest.raises(recipe.Fatal, match="is settled already"):
+    with pytest.raises(recipe.Fatal, match="is already decided"):
         recipe.allow(None)
     assert recipe._allowed == ("shoal", "tests")
 

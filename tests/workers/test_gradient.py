@@ -12,11 +12,11 @@ import shoal
 from shoal import envs
 from shoal.engines.memory import private
 from shoal.workers.gradient import learn_from
-from shoal.workers.learner import Model
-from shoal.workers.policy import fresh_batch
-from shoal.workers.shared import CPU, Shared, contents
-from shoal.workers.snapshot import flat
-from shoal.workers.stream import Stream
+from shoal.workers.model import Model
+from shoal.workers.packing import fresh_batch
+from shoal.workers.rollout import Rollout
+from shoal.workers.saving import optimizer_state
+from shoal.workers.shared_model import CPU, SharedModel, initial_block
 
 NORMALISED = {"hidden": [8], "normalise_observation": True, "normalise_reward": True}
 ALGORITHMS = {
@@ -28,25 +28,25 @@ ALGORITHMS = {
 }
 
 
-def prepared(algorithm: dict[str, Any], world: str = "CartPole-v1") -> tuple[Any, Any, dict[str, Any]]:
+def prepared(algorithm: dict[str, Any], env: str = "CartPole-v1") -> tuple[Any, Any, dict[str, Any]]:
     """An experiment of two workers, its spec, and a block."""
     experiment = shoal.configure(
-        {"environment": {"id": world}, "algorithm": algorithm, "topology": "gradient_workers", "actors": 2, "envs": 3}
+        {"environment": {"id": env}, "algorithm": algorithm, "topology": "gradient_workers", "actors": 2, "envs": 3}
     )
-    return experiment, envs.spec_of(experiment.environment), private(contents(experiment, None))
+    return experiment, envs.spec_of(experiment.environment), private(initial_block(experiment, None))
 
 
 def batches(experiment: Any, net: Any, count: int) -> list[Any]:
     """Fresh experience of a network."""
     torch.manual_seed(0)
     np.random.seed(0)
-    worlds = envs.make(experiment.environment, experiment.envs, seed=1)
-    stream = Stream(experiment, 0, worlds, net, CPU)
+    vector = envs.make(experiment.environment, experiment.envs, seed=1)
+    rollout = Rollout(experiment, 0, vector, net, CPU)
     found: list[Any] = []
     while len(found) < count:
-        if (items := stream.act(experiment.algorithm, 0)) is not None:
+        if (items := rollout.act(experiment.algorithm, 0)) is not None:
             found.append(fresh_batch(items, CPU))
-    worlds.close()
+    vector.close()
     return found
 
 
@@ -54,7 +54,7 @@ def batches(experiment: Any, net: Any, count: int) -> list[Any]:
 def test_alone_it_learns_as_a_learner_does(name: str) -> None:
     experiment, spec, block = prepared(ALGORITHMS[name])
     algorithm = experiment.algorithm
-    shared, model = Shared(algorithm, spec, block, 0), Model(algorithm, spec, CPU)
+    shared, model = SharedModel(algorithm, spec, block, 0), Model(algorithm, spec, CPU)
     shared.follow()
     model.net.load_state_dict({key: tensor.clone() for key, tensor in shared.net.state_dict().items()})
     model.target.load_state_dict(model.net.state_dict())
@@ -68,7 +68,7 @@ def test_alone_it_learns_as_a_learner_does(name: str) -> None:
     for mine, theirs in ((shared.net, model.net), (shared.own, model.net), (shared.target, model.target)):
         for key, tensor in theirs.state_dict().items():
             assert torch.equal(mine.state_dict()[key], tensor), key
-    mine, theirs = flat(shared.optimizer), flat(model.optimizer)
+    mine, theirs = optimizer_state(shared.optimizer), optimizer_state(model.optimizer)
     assert {*mine} == {*theirs}
     assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
 
@@ -76,13 +76,13 @@ def test_alone_it_learns_as_a_learner_does(name: str) -> None:
 @pytest.mark.parametrize("name", [*ALGORITHMS])
 def test_all_that_is_learned_lies_in_the_block(name: str) -> None:
     experiment, spec, block = prepared(ALGORITHMS[name])
-    model = Shared(experiment.algorithm, spec, block, 1)
+    model = SharedModel(experiment.algorithm, spec, block, 1)
     model.follow()
     (batch,) = batches(experiment, model.own, 1)
     before = {key: array.copy() for key, array in block.items()}
     model.update(experiment.algorithm, batch)
     lying = {array.ctypes.data for array in block.values()}
-    parts = {**model.net.state_dict(), **flat(model.optimizer)} | {
+    parts = {**model.net.state_dict(), **optimizer_state(model.optimizer)} | {
         f"target {key}": tensor for key, tensor in model.target.state_dict().items() if model.every
     }
     assert all(tensor.data_ptr() in lying for tensor in parts.values())
@@ -95,7 +95,7 @@ def test_all_that_is_learned_lies_in_the_block(name: str) -> None:
 def test_two_share_weights_statistics_and_moments() -> None:
     experiment, spec, block = prepared(ALGORITHMS["rmsprop"])
     algorithm = experiment.algorithm
-    one, two = Shared(algorithm, spec, block, 0), Shared(algorithm, spec, block, 1)
+    one, two = SharedModel(algorithm, spec, block, 0), SharedModel(algorithm, spec, block, 1)
     one.follow()
     two.follow()
     first, second = batches(experiment, one.own, 2)
@@ -117,7 +117,7 @@ def test_two_share_weights_statistics_and_moments() -> None:
 def test_pictures_are_learned_from_in_another_order_of_memory() -> None:
     """Gradients of convolutions come with channels last, and the block holds them first."""
     experiment, spec, block = prepared({"name": "dqn", "batch": 4}, "ALE/Pong-v5")
-    shared = Shared(experiment.algorithm, spec, block, 0)
+    shared = SharedModel(experiment.algorithm, spec, block, 0)
     model = Model(experiment.algorithm, spec, CPU)
     shared.follow()
     model.net.load_state_dict(shared.net.state_dict())
@@ -151,18 +151,18 @@ class Shelf:
 def test_the_replay_is_learned_from_as_often_as_its_ratio_says() -> None:
     replay = {"capacity": 100, "minimum": 1}
     experiment, spec, block = prepared({"name": "a3c", "replay": replay, "replay_ratio": 3})
-    model = Shared(experiment.algorithm, spec, block, 0)
-    worlds = envs.make(experiment.environment, experiment.envs, seed=1)
-    stream = Stream(experiment, 0, worlds, model.own, CPU)
-    while (items := stream.act(experiment.algorithm, 0)) is None:
+    model = SharedModel(experiment.algorithm, spec, block, 0)
+    vector = envs.make(experiment.environment, experiment.envs, seed=1)
+    rollout = Rollout(experiment, 0, vector, model.own, CPU)
+    while (items := rollout.act(experiment.algorithm, 0)) is None:
         pass
-    worlds.close()
+    vector.close()
     store, rounds = Shelf(items), 60
     np.random.seed(0)
-    told = [
+    updates = [
         metrics for _ in range(rounds) for metrics in learn_from(experiment, experiment.algorithm, model, items, store)
     ]
     assert store.put_in == rounds
-    assert len(store.drawn) == store.updated == len(told) - rounds == block["updates"].sum() - rounds
+    assert len(store.drawn) == store.updated == len(updates) - rounds == block["updates"].sum() - rounds
     assert len({*store.drawn}) == len(store.drawn)  # never the same seed
     assert 2.5 < len(store.drawn) / rounds < 3.5  # of 180 ± 13

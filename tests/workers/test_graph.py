@@ -13,16 +13,16 @@ from shoal.algorithms.apex_dqn import ApexDqn
 from shoal.algorithms.dqn import Dqn
 from shoal.core.settings import Schedule, at
 from shoal.core.types import ActionSpec, ArraySpec, Batch, Spec
-from shoal.nets.torsos import Network
-from shoal.workers.graph import WARM, step
-from shoal.workers.learner import Model, go_on
-from shoal.workers.policy import to_batch
-from shoal.workers.snapshot import capture
+from shoal.nets.torsos import Architecture
+from shoal.workers.graph import WARM
+from shoal.workers.model import Model, optimizer_step
+from shoal.workers.packing import to_batch
+from shoal.workers.saving import resume, to_arrays
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and CUDA_VISIBLE_DEVICES=0")
 SPEC = Spec(observation=ArraySpec((4,), "float32"), action=ActionSpec(3))
-FALLING = {"lr": Schedule(start=1e-2, end=1e-3), "network": Network(hidden=(32,)), "target_every": 5}
-NORMALISED = {"network": Network(hidden=(32,), normalise_observation=True)}
+FALLING = {"lr": Schedule(start=1e-2, end=1e-3), "network": Architecture(hidden=(32,)), "target_every": 5}
+NORMALISED = {"network": Architecture(hidden=(32,), normalise_observation=True)}
 ALGORITHMS = [
     Dqn(**FALLING),
     Dqn(**FALLING | NORMALISED, dueling=True, quantiles=5),
@@ -53,11 +53,11 @@ def batches(count: int, size: int = 16) -> list[Batch]:
 
 def learn(model: Model, algorithm: Any, given: list[Batch]) -> list[tuple[Any, dict[str, float]]]:
     """Update once for every batch."""
-    told = []
+    results = []
     for index, batch in enumerate(given):
         priority, _, metrics = model.update(at(algorithm, index / len(given)), batch, index)
-        told.append((priority.copy(), metrics))
-    return told
+        results.append((priority.copy(), metrics))
+    return results
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -67,7 +67,7 @@ def test_captured_updates_are_those_taken_kernel_by_kernel(algorithm: Any) -> No
     captured = Model(algorithm, SPEC, torch.device("cuda"))
     plain = Model(algorithm, SPEC, torch.device("cuda"))
     plain.net, plain.target = copy.deepcopy(captured.net), copy.deepcopy(captured.target)
-    plain.optimizer, plain.step = algorithm.optimizer(plain.net), step
+    plain.optimizer, plain.step = algorithm.optimizer(plain.net), optimizer_step
     mine, theirs = learn(captured, algorithm, given), learn(plain, algorithm, given)
     assert captured.step.graph is not None
     for (priority, metrics), (expected, others) in zip(mine, theirs, strict=True):
@@ -81,10 +81,10 @@ def test_a_captured_learner_goes_on_from_its_checkpoint() -> None:
     algorithm, given = ALGORITHMS[2], batches(20)
     model = Model(algorithm, SPEC, torch.device("cuda"))
     learn(model, algorithm, given[:10])
-    saved = copy.deepcopy(capture(model.net, model.optimizer)) | {"state": dict.fromkeys(PROGRESS, 0)}
+    saved = copy.deepcopy(to_arrays(model.net, model.optimizer)) | {"state": dict.fromkeys(PROGRESS, 0)}
     saved["target"] = {name: value.cpu().numpy() for name, value in model.target.state_dict().items()}
     again = Model(algorithm, SPEC, torch.device("cuda"))
-    go_on(again, Quiet(), saved, Quiet())
+    resume(saved, again, Quiet(), Quiet())
     before, after = learn(model, algorithm, given[10:]), learn(again, algorithm, given[10:])
     assert len(after) > WARM
     for (priority, _), (expected, _) in zip(after, before, strict=True):

@@ -34,12 +34,12 @@ class Stream:
     def play(self, packer: Sequences | Transitions) -> Iterator[Any]:
         """Let the packer see it, and yield what each instant completes."""
         for now, version in enumerate(self.version):
-            told = map_tree(lambda x, now=now: x[now].copy(), vars(self) | {"version": self.version[:, None]})
-            step = Step(told["observation"], told["reward"], told["discount"], told["first"])
+            row = map_tree(lambda x, now=now: x[now].copy(), vars(self) | {"version": self.version[:, None]})
+            step = Step(row["observation"], row["reward"], row["discount"], row["first"])
             items = packer.observe(step)
             yield None if items is None else map_tree(np.copy, items)  # they are valid until the next choice only
-            packer.choose(told["action"], told["record"], int(version))
-            for leaf in leaves(told):
+            packer.choose(row["action"], row["record"], int(version))
+            for leaf in leaves(row):
                 leaf.fill(77)  # environments use their memory again
 
 
@@ -105,11 +105,11 @@ def reference_sequences(stream: Stream, experience: Sequence, column: int) -> It
     length, overlap = experience.length, experience.overlap
     whole = [(0, len(stream.first) - 1, False)]
     for begin, end, closed in whole if experience.across else episodes(stream.first[:, column]):
-        start, told = begin, begin  # told: the last instant that was handed out
+        start, emitted = begin, begin  # emitted: the last instant that was returned
         while start + length <= end:
             yield start + length, sequence(stream, experience, column, start, start + length)
-            start, told = start + length - overlap, start + length
-        if closed and end > told:
+            start, emitted = start + length - overlap, start + length
+        if closed and end > emitted:
             yield end + 1, sequence(stream, experience, column, start, end)
 
 
@@ -356,13 +356,13 @@ class Breaking(Counting):
 )
 def test_nothing_is_learned_from_a_step_that_failed(experience: NStep | Sequence) -> None:
     lengths = iter([5, 12, *[12] * 100])
-    worlds = Vector("Breaking", lambda: Breaking(next(lengths)), 2, 0, 1000, {})
+    vector = Vector("Breaking", lambda: Breaking(next(lengths)), 2, 0, 1000, {})
     packer = make(experience, 2)
-    packer.observe(worlds.reset())
+    packer.observe(vector.reset())
     learned = set()
     for instant in range(200):
         packer.choose(np.zeros(2, np.int64), {}, instant)
-        if (items := packer.observe(worlds.step(np.zeros(2, np.int64)))) is None:
+        if (items := packer.observe(vector.step(np.zeros(2, np.int64)))) is None:
             continue
         count, first = items["observation"][..., 0], items["first"]
         steps = count[1:] - count[:-1]
@@ -373,7 +373,7 @@ def test_nothing_is_learned_from_a_step_that_failed(experience: NStep | Sequence
             assert reward == sum(0.5**k * (begin + k + 1) for k in range(int(taken)))
             learned.add((int(begin), int(taken)))
         assert (items["discount"][real & (count[1:] == 6)] > 0).all()  # where it broke, the value of what was seen last
-    assert len(worlds.faults()) > 40
+    assert len(vector.faults()) > 40
     assert (5, 1) in learned  # the last step before a fault
     assert not [pair for pair in learned if sum(pair) > 6]
-    worlds.close()
+    vector.close()

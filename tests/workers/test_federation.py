@@ -13,8 +13,8 @@ from shoal.core.codec import Codec
 from shoal.experiment import configure
 from shoal.runs import metrics
 from shoal.services.averager import Averager
-from shoal.workers.federate import Delegate
-from shoal.workers.shared import Shared, contents
+from shoal.workers.federation import Delegate
+from shoal.workers.shared_model import SharedModel, initial_block
 from tests.pace import long
 
 SETTINGS: dict[str, Any] = {
@@ -56,9 +56,9 @@ class TestDelegate:
 
     def make(self, codec: Codec | None = None) -> tuple[Any, Any, Any]:
         experiment = configure(SETTINGS | {"weights": (codec or Codec()).model_dump()})
-        block = contents(experiment, None)
+        block = initial_block(experiment, None)
         spec = shoal.envs.spec_of(experiment.environment)
-        model = Shared(experiment.algorithm, spec, block, 1)
+        model = SharedModel(experiment.algorithm, spec, block, 1)
         weights = {name[4:]: array for name, array in block.items() if name.startswith("net/")}
         averager = Averager(weights, experiment.weights)
         delegate = Delegate(experiment, model, averager, "group-0")

@@ -14,7 +14,7 @@ from shoal.core.errors import Diverged
 from shoal.core.tree import to_numpy
 from shoal.core.types import ActionSpec, ArraySpec, Spec
 from shoal.services.parameters import Parameters
-from shoal.workers.policy import Follower
+from shoal.workers.follower import Follower
 
 SPEC = Spec(ArraySpec((4,), "float32"), ActionSpec(2))
 ALGORITHM = Impala(network={"hidden": [16], "normalise_observation": True})

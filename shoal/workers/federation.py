@@ -1,33 +1,40 @@
-"""Learning apart and merging now and then: what speaks for a group, and what looks after the merged weights."""
+"""Federated learning: what speaks for a group of workers, and what publishes and saves the merged weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shoal import envs
 from shoal.core.codec import Receiver, Sender
 from shoal.core.errors import Diverged
+from shoal.core.means import Means
 from shoal.core.moments import at, found_in, merge, named, without
 from shoal.core.rights import calls
-from shoal.core.types import Array, Work
-from shoal.workers.learner import LOOKS, Model, Progress, Reports, Saver
-from shoal.workers.policy import pick_device
-from shoal.workers.shared import Shared
-from shoal.workers.snapshot import load_weights
+from shoal.core.types import Array, Spec, Work
+from shoal.workers.model import Model, pick_device
+from shoal.workers.progress import PUBLICATIONS, Progress, Reports
+from shoal.workers.saving import Saver, load_weights
+from shoal.workers.shared_model import SharedModel
+
+if TYPE_CHECKING:
+    from shoal.experiment import Experiment
+    from shoal.services.averager import Averager
+    from shoal.services.checkpoints import Checkpoints
+    from shoal.services.journal import Journal
+    from shoal.services.parameters import Parameters
 
 
 class Delegate:
     """Speaks for a group of gradient workers: sends what they changed, and brings back what all groups did."""
 
-    def __init__(self, experiment: Any, model: Shared, averager: Any, group: str) -> None:
+    def __init__(self, experiment: Experiment, model: SharedModel, averager: Averager, group: str) -> None:
         """Begin from the merged weights, whatever the block held."""
         self.model, self.averager, self.group = model, averager, group
         self.round, self.codec = experiment.federation.round, experiment.weights
-        self.metrics: dict[str, list[float]] = {}
+        self.means = Means()
         self.steps = self.updates = 0
         self.moments = found_in(self._net())
 
@@ -36,7 +43,7 @@ class Delegate:
         return {name.removeprefix("net/"): self.model.block[name] for name in self.model.block if name[:4] == "net/"}
 
     def publish(self, now: Progress) -> None:
-        """Join, and go on from the merged weights."""
+        """Join, and continue from the merged weights."""
         weights = self._net()
         self.sender, self.receiver, self.sent = Sender(self.codec), Receiver(weights), 0
         self.sum = {name: np.zeros_like(array) for name, array in weights.items()}
@@ -47,14 +54,13 @@ class Delegate:
 
     def after(self, metrics: Mapping[str, float]) -> None:
         """Exchange weights when a round is over."""
-        for name, value in metrics.items():
-            self.metrics.setdefault(name, []).append(value)
+        self.means.add(metrics)
         now = self.model.now()
         if now.steps - self.steps >= self.round:
             self._exchange(now)
 
-    def finish(self, spec: Any) -> None:
-        """Send what is left of a round, unless everyone has been told to stop; the other groups go on."""
+    def finish(self, spec: Spec) -> None:
+        """Send what is left of a round, unless everyone is asked to stop; the other groups continue."""
         now = self.model.now()
         if not self.model.block["stop"] and now.steps > self.steps:
             self._exchange(now)
@@ -68,17 +74,17 @@ class Delegate:
             self.sum |= {name: np.asarray(value) for name, value in named(prefix, seen).items()}
         self.sender.publish(self.sent, self.sum)
         message = self.sender.message(self.sent - 1)
-        means = {name: fmean(values) for name, values in self.metrics.items()}
         steps, updates = now.steps - self.steps, now.updates - self.updates
-        answer = self.averager.merge(self.group, self.life, self.receiver.version, steps, updates, message, means)
+        answer = self.averager.merge(
+            self.group, self.life, self.receiver.version, steps, updates, message, self.means.take()
+        )
         try:
             if "refused" in answer:
                 raise Diverged(answer["refused"])
             self._take(answer, snapshot, now)
-        except Diverged:  # go on from the merged weights
+        except Diverged:  # continue from the merged weights
             self.publish(now)
         self.sent, self.steps, self.updates = self.sent + 1, now.steps, now.updates
-        self.metrics.clear()
 
     def _take(self, answer: Mapping[str, Any], snapshot: Mapping[str, Array] | None, now: Progress) -> None:
         """Move to the merged weights, and keep what the group's workers did since the snapshot, if there is one."""
@@ -107,12 +113,15 @@ class Delegate:
     journal=("learned", "stopping", "state", "saved", "report"),
     checkpoints=("save",),
 )
-def oversee(experiment: Any, averager: Any, parameters: Any, journal: Any, checkpoints: Any) -> Work:
+def oversee(
+    experiment: Experiment, averager: Averager, parameters: Parameters, journal: Journal, checkpoints: Checkpoints
+) -> Work:
     """Report, publish and save the merged weights until the steps are used up or the journal says stop."""
     model = Model(experiment.algorithm, envs.spec_of(experiment.environment), pick_device("cpu"))
     seen, published, stop = -1, None, False
-    saver, reports = Saver(experiment, averager.status()["steps"]), Reports(journal, experiment.lockstep)
-    every = max(experiment.evaluation_interval // LOOKS, 1)
+    saver = Saver(experiment, checkpoints, journal, None, averager.status()["steps"])
+    reports = Reports(journal, experiment.lockstep)
+    every = max(experiment.evaluation_interval // PUBLICATIONS, 1)
     while not stop:
         status = averager.status()
         for line in status["refused"]:
@@ -129,15 +138,15 @@ def oversee(experiment: Any, averager: Any, parameters: Any, journal: Any, check
             load_weights(model.net, averager.newest())
             parameters.publish(now.version, now.steps, 0, False, model.weights())
             if published is None and not saver.last:
-                saver.begin(checkpoints, journal, now, model)
+                saver.begin(now, model)
             published = now.steps
         if due and not stop:
-            saver.save(checkpoints, None, journal, now, model, scheduled=False)
+            saver.save(now, model, scheduled=False)
         yield True
     averager.stop()
     load_weights(model.net, averager.newest())
     status = averager.status()
     now = Progress(status["steps"], status["updates"], status["version"])
     reports.learned(now, status["metrics"], urgent=True)
-    saver.save(checkpoints, None, journal, now, model, scheduled=False)
+    saver.save(now, model, scheduled=False)
     parameters.publish(now.version + 1, now.steps, 0, True, model.weights())

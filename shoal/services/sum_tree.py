@@ -11,7 +11,7 @@ from shoal.core.types import Array
 FAN = 16  # numbers under one sum: wide enough for few levels, narrow enough for short rows
 
 
-class Sums:
+class SumTree:
     """A sum tree of two levels of blocks under a row of tops; every step is one NumPy call for the whole batch."""
 
     def __init__(self, capacity: int) -> None:

@@ -1,0 +1,193 @@
+"""The network that learns, with its target network and its optimizer, and how a batch changes them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import nn
+
+from shoal.core.algorithm import Algorithm, HasCapture, HasEpochs, HasMinibatches, HasTarget
+from shoal.core.tree import map_tree, to_numpy
+from shoal.core.types import Array, Batch, Loss, Spec
+from shoal.workers.graph import Captured
+from shoal.workers.packing import Items, fresh_batch
+
+
+class Optimizes(Protocol):
+    """What an update asks of an optimizer."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+    def step(self) -> Any: ...
+
+
+OptimizerStep: TypeAlias = Callable[[Algorithm[Any], nn.Module, nn.Module, Optimizes, Batch], Loss]
+
+
+def pick_device(name: str) -> torch.device:
+    """Turn `auto` into the best device there is."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def target_every(algorithm: Algorithm[Any]) -> int | None:
+    """Updates between copies of the weights to a target network; None: there is none."""
+    return algorithm.target_every if isinstance(algorithm, HasTarget) else None
+
+
+class Model:
+    """The network that learns, the target network that follows it now and then, and the optimizer."""
+
+    def __init__(self, algorithm: Algorithm[Any], spec: Spec, device: torch.device) -> None:
+        """Build them; for an algorithm without a target network, the network is its own target."""
+        self.device = device
+        self.net: nn.Module = algorithm.build(spec).to(device)
+        self.every = target_every(algorithm)
+        self.target = copy.deepcopy(self.net).requires_grad_(False) if self.every else self.net
+        self.optimizer = algorithm.optimizer(self.net)
+        captured = device.type == "cuda" and isinstance(algorithm, HasCapture) and algorithm.capturable
+        self.step: OptimizerStep = Captured(optimizer_step, self.optimizer) if captured else optimizer_step
+        self.backup = Backup(self.net, self.optimizer)
+
+    def update(
+        self, algorithm: Algorithm[Any], batch: Batch, updates: int
+    ) -> tuple[Array | None, int, dict[str, float]]:
+        """Learn from a batch, given the updates so far; return new priorities, the updates made, and metrics."""
+        parts = self.net, self.target, self.optimizer
+        priority, count, metrics = update(algorithm, *parts, batch, self.backup, self.step)
+        if self.every and updates // self.every != (updates + count) // self.every:
+            self.target.load_state_dict(self.net.state_dict())
+        return priority, count, metrics
+
+    def weights(self) -> Mapping[str, Array]:
+        """The network's weights, including its normalisers."""
+        return to_numpy(self.net.state_dict())  # type: ignore[no-any-return]
+
+
+class Backup:
+    """What an update changes, as it was before, to be restored if the update was not finite.
+
+    On the CPU no optimizer takes a step down a gradient that is not finite, so only running statistics are kept.
+    """
+
+    def __init__(self, net: nn.Module, optimizer: Any) -> None:
+        """Keep nothing yet."""
+        self.net, self.optimizer = net, optimizer
+        self.stepped = any(part.is_cuda for part in net.parameters())
+        self.now: list[torch.Tensor] = []
+        self.before: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Copy it."""
+        now = [*self.net.buffers()]
+        if self.stepped:
+            state = [value for values in self.optimizer.state.values() for value in values.values()]
+            now += [*self.net.parameters(), *(value for value in state if isinstance(value, torch.Tensor))]
+        if len(now) != len(self.before):
+            self.before = [torch.empty_like(part) for part in now]
+        self.now = now
+        if now:
+            torch._foreach_copy_(self.before, now)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Undo the update."""
+        if self.now:
+            torch._foreach_copy_(self.now, self.before)
+        if self.stepped and len(self.now) == len([*self.net.buffers(), *self.net.parameters()]):
+            self.optimizer.state.clear()  # it began with this update
+
+
+def optimizer_step(
+    algorithm: Algorithm[Any], net: nn.Module, target: nn.Module, optimizer: Optimizes, batch: Batch
+) -> Loss:
+    """One step of the optimizer down the loss of a batch, and in the metrics whether it was `finite`.
+
+    On the CPU a loss or gradient that is not finite changes nothing. On a GPU asking would mean waiting for it: there
+    the step is taken, and whoever reads the metrics takes it back.
+    """
+    loss = algorithm.loss(net, target, batch)
+    optimizer.zero_grad(set_to_none=True)
+    total = (loss.each * batch.weight).mean()
+    total.backward()  # type: ignore[no-untyped-call]
+    if algorithm.clip_norm is not None:
+        norm = torch.nn.utils.clip_grad_norm_(net.parameters(), algorithm.clip_norm)
+        loss.metrics["gradient_norm"] = norm
+    else:
+        norm = torch.nn.utils.get_total_norm([part.grad for part in net.parameters() if part.grad is not None])
+    finite = (total.detach() + norm).isfinite()
+    loss.metrics["finite"] = finite.float()
+    if finite.is_cuda or finite:
+        optimizer.step()
+    return loss
+
+
+def update(
+    algorithm: Algorithm[Any],
+    net: nn.Module,
+    target: nn.Module,
+    optimizer: Optimizes,
+    batch: Batch,
+    backup: Backup,
+    step: OptimizerStep = optimizer_step,
+) -> tuple[Array | None, int, dict[str, float]]:
+    """Go over a batch in epochs and minibatches; return new priorities, if items can come again, and metrics.
+
+    Where a loss or a gradient was not finite, the update is undone as far as it was not skipped, and the only metric is
+    how many pieces of the batch were `skipped`.
+    """
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(algorithm.lr.now)
+        else:
+            group["lr"] = algorithm.lr.now
+    backup.keep()
+    prepared = algorithm.prepare(net, batch)
+    epochs = algorithm.epochs if isinstance(algorithm, HasEpochs) else 1
+    minibatches = algorithm.minibatches if isinstance(algorithm, HasMinibatches) else 1
+    whole = epochs == minibatches == 1
+    sums: dict[str, torch.Tensor] = {}
+    pieces = 0
+    for piece in [prepared] if whole else shuffled(prepared, epochs, minibatches):
+        loss = step(algorithm, net, target, optimizer, piece)
+        pieces += 1
+        for name, value in loss.metrics.items():
+            sums[name] = sums.get(name, 0.0) + value.detach()
+    # One copy for all of it: every look at a GPU's number waits for the GPU.
+    numbers = torch.cat([loss.priority.detach(), *(value.reshape(1) for value in sums.values())]).cpu().numpy()
+    totals = dict(zip(sums, numbers[len(loss.priority) :].tolist(), strict=True))
+    if (fine := round(totals.pop("finite"))) < pieces:
+        backup.restore()
+        return None, 0 if loss.each.is_cuda else fine, {"skipped": float(pieces - fine)}
+    means = {name: total / pieces for name, total in totals.items()}
+    return numbers[: len(loss.priority)] if whole else None, pieces, means
+
+
+def shuffled(batch: Batch, epochs: int, minibatches: int) -> Iterator[Batch]:
+    """Shuffle the items again for each epoch, and deal them into minibatches."""
+    size = batch.action.shape[1]
+    for _ in range(epochs):
+        order = torch.randperm(size)
+        for piece in order.tensor_split(minibatches):
+            index = piece.to(batch.action.device)
+            pick = lambda x, index=index: x.index_select(1, index)  # noqa: E731
+            yield batch._replace(
+                **{name: map_tree(pick, getattr(batch, name)) for name in Batch._fields[:6]},
+                weight=batch.weight[index],
+                key=batch.key[piece.numpy()],
+                version=batch.version[piece.numpy()],
+            )
+
+
+def first_priorities(algorithm: Algorithm[Any], net: nn.Module, items: Items, device: torch.device) -> Array:
+    """Priorities of new items, by the loss that will set their later ones."""
+    with torch.no_grad():
+        return algorithm.loss(net, net, fresh_batch(items, device)).priority.cpu().numpy()
