@@ -9,15 +9,15 @@ from collections.abc import Iterable
 from typing import Any
 
 from shoal.bench.measuring import Row
-from shoal.runs import provenance
+from shoal.core import machine
 
 
-def machine() -> Row:
+def about() -> Row:
     """What the numbers were measured on, and how busy it was before."""
-    packages = {name: provenance.version(name) for name in ("torch", "numpy", "gymnasium", "ale-py")}
-    cores, load = provenance.usable_cores(), os.getloadavg()[0]
+    packages = {name: machine.version(name) for name in ("torch", "numpy", "gymnasium", "ale-py")}
+    cores, load = machine.usable_cores(), os.getloadavg()[0]
     return {
-        "processor": provenance.processor(),
+        "processor": machine.processor(),
         "cores": cores,
         "load": load,
         "python": platform.python_version(),

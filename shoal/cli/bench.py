@@ -152,10 +152,10 @@ def run(names: Iterable[str], json: bool, **effort: Any) -> None:
     """Run benchmarks, and show the tables of each as soon as it is done."""
     from shoal.bench import BENCHMARKS
     from shoal.bench.measuring import Effort
-    from shoal.bench.tables import machine, show
+    from shoal.bench.tables import about, show
     from shoal.core.recipe import find
 
-    show("machine", [machine()], json)
+    show("machine", [about()], json)
     for name in names:
         for title, rows in find(BENCHMARKS[name])(Effort(**effort)).items():
             show(name if title == name else f"{name}: {title}", rows, json)

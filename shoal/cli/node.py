@@ -75,8 +75,8 @@ def node(
         make_trust(folder, name or [], for_, role)
     elif listen or join:
         from shoal import topology, transport
+        from shoal.core.machine import cores
         from shoal.engines.node import work
-        from shoal.runs.provenance import usable_cores
         from shoal.transport.terms import Terms
 
         trust = "" if insecure or pin or not (folder or FOLDER.expanduser().is_dir()) else str(folder or FOLDER)
@@ -84,7 +84,7 @@ def node(
         who = (name or [f"{socket.gethostname()}-{os.getpid()}"])[0]
         transport.find(link)
         terms = Terms(who, trust, pin, secret, insecure, link, rank, world)
-        work(listen, join, terms, slots or max(int(usable_cores()), 1), ("shoal", *(allow or [])), topology.MODULES)
+        work(listen, join, terms, slots or cores(), ("shoal", *(allow or [])), topology.MODULES)
     else:
         shut_out(folder or FOLDER, name or [], revoke)
 
