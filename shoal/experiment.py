@@ -45,7 +45,8 @@ class Saving(Settings):
     every: int | None = Field(
         None,
         ge=1,
-        description="Steps between checkpoints; null: a twentieth of the run. Except in lockstep, at most 5 minutes apart.",
+        description="Steps between checkpoints; null: a twentieth of the run. "
+        "At most 5 minutes apart, except in lockstep.",
     )
     keep: int = Field(3, ge=1, description="Newest checkpoints to keep, besides the best policy.")
 
@@ -58,7 +59,7 @@ class Limits(Settings):
     stall: float = Field(
         120.0,
         gt=0,
-        description="Seconds without progress, of all workers or inside one step of one worker, after which the run fails.",
+        description="Seconds after which the run fails if no worker makes progress, or one is stuck in a step.",
     )
     silence: float = Field(30.0, gt=0, description="Seconds without a heartbeat after which a worker counts as dead.")
 
@@ -159,7 +160,8 @@ class Experiment(Settings):
             )
         if self.engine == "cluster" and self.network.link == "torchrpc" and (self.nodes or self.network.world < 2):
             raise ValueError(
-                "link torchrpc needs a fixed number of machines that join: leave out nodes, and set network.listen and network.world"
+                "link torchrpc needs a fixed number of machines that join: leave out nodes, and set network.listen "
+                "and network.world"
             )
         if self.engine != "cluster" and self.nodes:
             raise ValueError(f"engine {self.engine} has no nodes: set engine to cluster, or leave out nodes")
@@ -183,13 +185,13 @@ class Experiment(Settings):
         """Refuse batches for which experience would be older than allowed, however the actors are slowed down."""
         if lag is not None and (self.envs - 1) // self.batch_size > lag:
             raise ValueError(
-                f"algorithm.batch {self.batch_size}: the {self.envs} items of one actor fill several batches, and the last "
-                f"would be more than max_lag {lag} versions old: raise algorithm.batch or max_lag, or lower envs"
+                f"algorithm.batch {self.batch_size}: the {self.envs} items of one actor fill several batches, and the "
+                f"last would be more than max_lag {lag} versions old: raise algorithm.batch or max_lag, or lower envs"
             )
         if lag == 0 and self.batch_size % self.envs:
             raise ValueError(
-                f"algorithm.batch {self.batch_size}: with max_lag 0 a batch consists of whole rollouts, so it must be a "
-                f"multiple of envs {self.envs}"
+                f"algorithm.batch {self.batch_size}: with max_lag 0 a batch consists of whole rollouts, so it must be "
+                f"a multiple of envs {self.envs}"
             )
 
     def _fits_replay(self, replay: Replaying) -> None:
@@ -324,7 +326,7 @@ class Loader(yaml.SafeLoader):
 
 Loader.yaml_implicit_resolvers = {key: list(value) for key, value in yaml.SafeLoader.yaml_implicit_resolvers.items()}
 Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, [*"-+.0123456789"])
-Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("^[Nn]one$"), ["N", "n"])  # as the sentences say
+Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("^[Nn]one$"), ["N", "n"])  # Python's word for it
 
 
 def read_yaml(text: str) -> Any:
