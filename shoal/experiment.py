@@ -54,7 +54,9 @@ class Saving(Settings):
 class Limits(Settings):
     """Timeouts, and how often a worker is restarted."""
 
-    restarts: int = Field(5, ge=0, description="Restarts of an actor that died, until it has run for a minute.")
+    restarts: int = Field(
+        5, ge=0, description="Restarts of a worker that keeps dying; a minute without a crash resets the count."
+    )
     deadline: float = Field(60.0, gt=0, description="Timeout of one call to a service, in seconds.")
     stall: float = Field(
         120.0,

@@ -27,7 +27,7 @@ ALLOWED = {
     "cli": {
         "",
         "algorithms",
-        "benchmarks",
+        "bench",
         "core",
         "display",
         "engines",
@@ -37,7 +37,7 @@ ALLOWED = {
         "transport",
         "workers",
     },
-    "benchmarks": {"", "core", "engines", "envs", "services", "transport", "workers"},
+    "bench": {"", "core", "engines", "envs", "services", "transport", "workers"},
 }
 FORBIDDEN_WORDS = ("policy", "reward", "learner", "actor", "episode", "observation", "experience")
 
@@ -142,6 +142,9 @@ def test_nothing_is_unpickled() -> None:
     for file in FILES:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import):
-                assert not {alias.name for alias in node.names} & {"pickle", "dill", "cloudpickle", "multiprocessing"}
+                forbidden = {"pickle", "dill", "cloudpickle"}
+                # A benchmark compares with the bare pipes of this module, between processes of its own.
+                forbidden |= set() if file.parent.name == "bench" else {"multiprocessing"}
+                assert not {alias.name for alias in node.names} & forbidden
             if isinstance(node, ast.Attribute) and node.attr == "load":
                 assert not (isinstance(node.value, ast.Name) and node.value.id == "torch"), file

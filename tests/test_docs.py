@@ -15,7 +15,6 @@ import click
 import pytest
 import typer
 
-from bench import __main__ as bench
 from shoal.algorithms import ALGORITHMS
 from shoal.cli.main import app
 from shoal.cli.reference import reference
@@ -66,6 +65,14 @@ def test_every_command_has_a_page_that_names_its_options(name: str) -> None:
             assert word in named, f"{page.relative_to(ROOT)} says nothing of {word}"
 
 
+def test_the_page_of_benchmarks_names_each_with_its_options() -> None:
+    page = (DOCS / "commands" / "bench.md").read_text()
+    for name, command in COMMANDS["bench"].commands.items():
+        assert f"`{name}`" in page, f"docs/commands/bench.md says nothing of {name}"
+        for option in (word for parameter in command.params for word in parameter.opts if word.startswith("--")):
+            assert f"`{option}" in page, f"docs/commands/bench.md says nothing of {option}"
+
+
 def test_no_page_is_about_a_command_that_is_not_there() -> None:
     assert {page.stem for page in (DOCS / "commands").glob("*.md")} == {*COMMANDS}
 
@@ -91,8 +98,8 @@ def test_messages_exist(message: str, body: str) -> None:
 
 def typed() -> Iterator[tuple[str, list[str]]]:
     """Every command that a user is told to type, or that `make` types: where, and its words."""
-    plain = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "bench/README.md", "Makefile")]
-    programs = r"(?:\$\(BIN\)/)?((?:shoal|python -m bench|make)\b.*)"
+    plain = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile")]
+    programs = r"(?:\$\(BIN\)/)?((?:shoal|make)\b.*)"
     for page, prefix in [*((page, r"\s*") for page in plain), *((page, r"\$ ") for page in DOCS.rglob("*.md"))]:
         for line in page.read_text().splitlines():
             if match := re.match(prefix + programs, line):
@@ -108,9 +115,6 @@ def test_commands_that_are_written_down_can_be_typed() -> None:
         told = f"{where}: {' '.join(words)}"
         if words[0] == "make":
             assert {*words[1:]} <= {*targets}, told
-        elif words[0] == "python":
-            chosen = bench.parser().parse_args(words[3:])
-            assert {*chosen.names} <= {*bench.BENCHMARKS}, told
         else:
             parse(SHOAL, words[1:], told)
 
