@@ -15,8 +15,8 @@ from shoal.bench import BENCHMARKS, engines, measuring, scale, soak
 from shoal.bench.tables import show
 from shoal.cli.main import main
 from shoal.core.errors import ShoalError
-from tests.conftest import ROOT, SHOAL
 
+ROOT = Path(__file__).parents[1]
 LONG = pytest.mark.long
 
 
@@ -74,7 +74,7 @@ def test_every_benchmark_runs_in_its_smallest_form(
         request.getfixturevalue("only_ray")
     smallest = [] if name in ("calls", "links", "actors") else ["--smallest"]
     window = [] if name == "solve" else ["--seconds", "0.1"]
-    words = [*SHOAL, "bench", name, *smallest, *window, "--json"]
+    words = [*measuring.SHOAL, "bench", name, *smallest, *window, "--json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = start(words, cwd=tmp_path, env=environment, stdout=PIPE, stderr=PIPE, text=True)
     printed, errors = process.communicate()
