@@ -16,7 +16,7 @@ import pytest
 import typer
 
 from shoal.algorithms import ALGORITHMS
-from shoal.cli.main import app
+from shoal.cli.main import app, main
 from shoal.cli.reference import reference
 from shoal.engines import ENGINES
 from shoal.envs import TOYS
@@ -129,6 +129,44 @@ def parse(command: Any, words: list[str], told: str) -> None:
         command.make_context("shoal", [*words])
     except click.exceptions.ClickException as error:
         pytest.fail(f"{told}\n{error.format_message()}")
+
+
+STATEFUL = re.compile(r"runs/|/home/|latest|maze|node2")  # of examples that need more than the clone
+
+
+def outputs() -> Iterator[tuple[str, list[str], list[str]]]:
+    """Commands with the output that a page shows, of those that only print: page, words, lines."""
+    for page in sorted(DOCS.rglob("*.md")):
+        for block in re.findall(r"^```text\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
+            for command, output in re.findall(r"^\$ shoal (.*)\n((?:(?!\$ ).+\n)+)", block, re.MULTILINE):
+                prints = output.startswith("error: ") or re.match("(list|config)( [^|>]*)?$", command)
+                if prints and not STATEFUL.search(command + output):
+                    yield page.name, shlex.split(command), output.splitlines()
+
+
+OUTPUTS = [*outputs()]
+
+
+@pytest.mark.parametrize(("page", "words", "shown"), OUTPUTS, ids=[f"{page}: {' '.join(w)}" for page, w, _ in OUTPUTS])
+def test_outputs_are_what_the_program_prints(
+    page: str, words: list[str], shown: list[str], monkeypatch: pytest.MonkeyPatch, capfd: Any, tmp_path: Path
+) -> None:
+    """Lines may be left out where the page shows `...`; the numbers of `shoal list` depend on what is installed."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["shoal", *words])
+    with pytest.raises(SystemExit):
+        main()
+    told = capfd.readouterr()
+    printed, wanted = "\n".join([*told.out.splitlines(), *told.err.splitlines()]), "\n".join(shown)
+    if words[0] == "list":
+        printed, wanted = (re.sub(r"\d+ (from|Atari)", r"N \1", text) for text in (printed, wanted))
+    pieces = [re.escape(piece.strip("\n")) for piece in re.split(r"^ *\.\.\.$", wanted, flags=re.MULTILINE)]
+    assert re.fullmatch("\n(?:.*\n)*?".join(pieces), printed), printed
+
+
+def test_outputs_are_found() -> None:
+    assert len(OUTPUTS) > 10
 
 
 def test_pictures_are_small() -> None:
