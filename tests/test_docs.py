@@ -20,6 +20,7 @@ from shoal.cli.main import app, main
 from shoal.cli.reference import reference
 from shoal.engines import ENGINES
 from shoal.envs import TOYS
+from shoal.experiment import Experiment
 from shoal.services import STORES
 
 ROOT = Path(__file__).parents[1]
@@ -138,10 +139,10 @@ def outputs() -> Iterator[tuple[str, list[str], list[str]]]:
     """Commands with the output that a page shows, of those that only print: page, words, lines."""
     for page in sorted(DOCS.rglob("*.md")):
         for block in re.findall(r"^```text\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
-            for command, output in re.findall(r"^\$ shoal (.*)\n((?:(?!\$ ).+\n)+)", block, re.MULTILINE):
+            for command, output in re.findall(r"^\$ shoal (.*)\n((?:(?!\$ ).*\n)+)", block, re.MULTILINE):
                 prints = output.startswith("error: ") or re.match("(list|config)( [^|>]*)?$", command)
                 if prints and not STATEFUL.search(command + output):
-                    yield page.name, shlex.split(command), output.splitlines()
+                    yield page.name, shlex.split(command), output.strip().splitlines()
 
 
 OUTPUTS = [*outputs()]
@@ -162,11 +163,19 @@ def test_outputs_are_what_the_program_prints(
     if words[0] == "list":
         printed, wanted = (re.sub(r"\d+ (from|Atari)", r"N \1", text) for text in (printed, wanted))
     pieces = [re.escape(piece.strip("\n")) for piece in re.split(r"^ *\.\.\.$", wanted, flags=re.MULTILINE)]
-    assert re.fullmatch("\n(?:.*\n)*?".join(pieces), printed), printed
+    assert re.fullmatch("\n(?:.*\n)*?".join(pieces) + "\n?", printed + "\n"), printed
 
 
 def test_outputs_are_found() -> None:
     assert len(OUTPUTS) > 10
+
+
+def test_settings_that_are_listed_in_errors_are_those_of_an_experiment() -> None:
+    for page in DOCS.rglob("*.md"):
+        for listed in re.findall(
+            r"unknown setting; allowed: (environment, .*?)(?:;|$)", page.read_text(), re.MULTILINE
+        ):
+            assert listed.split(", ") == [*Experiment.model_fields], page.name
 
 
 def test_pictures_are_small() -> None:
