@@ -37,7 +37,7 @@ docs: $(STAMP)
 	@echo "open site/index.html"
 
 bench: $(STAMP)
-	$(BIN)/python -m bench
+	$(BIN)/shoal bench all
 
 clean:
 	rm -rf .venv build site *.egg-info .pytest_cache .mypy_cache .ruff_cache

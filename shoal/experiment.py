@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -32,62 +31,63 @@ from shoal.core.algorithm import (
 )
 from shoal.core.codec import Codec
 from shoal.core.errors import SettingsError, ShoalError, nearest
+from shoal.core.machine import cores
 from shoal.core.recipe import path_of
 from shoal.core.settings import Replaying, Schedule, Settings
 from shoal.engines import ENGINES
 from shoal.engines.options import Network, Room
 from shoal.envs import Environment
 from shoal.runs import directory
-from shoal.runs.provenance import usable_cores
-
-
-@cache
-def cores() -> int:
-    """Whole cores that this process may use."""
-    return max(int(usable_cores()), 1)
 
 
 class Evaluation(Settings):
-    """When and how the policy is scored."""
+    """When and how the policy is evaluated."""
 
-    every: int | None = Field(None, ge=1, description="Steps between evaluations; none: a twentieth of the run.")
-    episodes: int = Field(20, ge=1, description="Whole episodes per evaluation.")
+    every: int | None = Field(None, ge=1, description="Steps between evaluations; null: a twentieth of the run.")
+    episodes: int = Field(20, ge=1, description="Episodes per evaluation.")
     # 30 minutes of an Atari game at 4 frames a step: Hessel et al. 2017, arXiv:1710.02298, Evaluation Methodology.
     max_steps: int | None = Field(
-        27_000, ge=1, description="Steps after which an episode that is scored is cut off; none: never."
+        27_000, ge=1, description="Steps after which an evaluation episode is cut off; null: never."
     )
-    target: float | None = Field(None, description="Mean return that ends the run as solved; none: never.")
+    target: float | None = Field(
+        None, description="Mean evaluation return at which the run ends as solved; null: run all steps."
+    )
 
 
 class Saving(Settings):
-    """When checkpoints are saved and how many stay."""
+    """When checkpoints are saved and how many are kept."""
 
     every: int | None = Field(
         None,
         ge=1,
-        description="Steps between checkpoints; none: a twentieth of the run. Unless in lockstep, at most 5 minutes.",
+        description="Steps between checkpoints; null: a twentieth of the run. "
+        "At most 5 minutes apart, except in lockstep.",
     )
-    keep: int = Field(3, ge=1, description="Newest checkpoints to keep, beside the best policy.")
+    keep: int = Field(3, ge=1, description="Newest checkpoints to keep, besides the best policy.")
 
 
 class Limits(Settings):
-    """How long is too long, and how often is too often."""
+    """Timeouts, and how often a worker is restarted."""
 
-    restarts: int = Field(5, ge=0, description="Times a dead actor is started again without a minute of health.")
-    deadline: float = Field(60.0, gt=0, description="Seconds that one call to a service may take.")
+    restarts: int = Field(
+        5, ge=0, description="Restarts of a worker that keeps dying; a minute without a crash resets the count."
+    )
+    deadline: float = Field(60.0, gt=0, description="Timeout of one call to a service, in seconds.")
     stall: float = Field(
         120.0,
         gt=0,
-        description="Seconds without any movement, or of one worker inside one step, before the run is given up.",
+        description="Seconds after which the run fails if no worker makes progress, or one is stuck in a step.",
     )
-    silence: float = Field(30.0, gt=0, description="Seconds without a sign of life before a worker counts as dead.")
+    silence: float = Field(30.0, gt=0, description="Seconds without a heartbeat after which a worker counts as dead.")
 
 
 class Federation(Settings):
-    """How groups of gradient workers merge what they learn apart."""
+    """How groups of gradient workers merge their networks."""
 
-    groups: int | None = Field(None, ge=1, description="Groups of `actors` workers each; none: one for each node.")
-    round: int = Field(2_000, ge=1, description="Environment steps of a group between two exchanges of weights.")
+    groups: int | None = Field(
+        None, ge=1, description="Number of groups, of `actors` workers each; null: one per node."
+    )
+    round: int = Field(2_000, ge=1, description="Environment steps of a group between two merges.")
 
 
 def as_algorithm(value: Any) -> Algorithm[Any]:
@@ -111,7 +111,7 @@ def as_algorithm(value: Any) -> Algorithm[Any]:
 class Experiment(Settings):
     """Everything that a run depends on."""
 
-    environment: Environment = Field(description="The environment: `id`, and how it is treated.")
+    environment: Environment = Field(description="The environment: `id` and its settings.")
     algorithm: Annotated[Algorithm[Any], PlainValidator(as_algorithm)] = Field(
         description="The algorithm: `name` and its settings."
     )
@@ -120,31 +120,33 @@ class Experiment(Settings):
     )
     topology: Literal["actors_and_learner", "gradient_workers", "federated"] | None = Field(
         None,
-        description="Who learns: one learner from its actors; every worker, on a network that all share; or groups of "
-        "these, which merge their networks now and then; none: what the algorithm is made for.",
+        description="Who learns: one learner from its actors; every worker, on one shared network; or groups of such "
+        "workers that merge their networks now and then; null: the algorithm's own choice.",
     )
     federation: Federation = Field(default_factory=Federation, description="How federated groups merge.")
-    lockstep: bool = Field(False, description="Drive workers in one fixed order: same seed, same weights.")
-    seed: int = Field(0, ge=0, description="The seed from which every worker's randomness is derived.")
+    lockstep: bool = Field(
+        False, description="Run workers in a fixed order, so that the same seed gives the same weights."
+    )
+    seed: int = Field(0, ge=0, description="Seed from which every worker's random state is derived.")
     steps: int = Field(1_000_000, ge=1, description="Environment steps to learn from.")
-    actors: int | None = Field(None, ge=1, description="Actors, or gradient workers; none: one per core.")
+    actors: int | None = Field(None, ge=1, description="Number of actors or gradient workers; null: one per core.")
     envs: int = Field(8, ge=1, description="Environments per actor.")
     queue: int = Field(2, ge=1, description="Batches of experience that may wait for the learner.")
-    weights: Codec = Field(default_factory=Codec, description="How weights travel to actors and evaluator.")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the learner computes.")
-    actor_device: Literal["auto", "cpu", "cuda"] = Field("cpu", description="Where actors and evaluator compute.")
+    weights: Codec = Field(default_factory=Codec, description="How weights are sent to actors and evaluator.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Device of the learner.")
+    actor_device: Literal["auto", "cpu", "cuda"] = Field("cpu", description="Device of actors and evaluator.")
     threads: int | None = Field(
         None,
         ge=1,
-        description="Learner's torch threads; none: every core where actors wait for it, else one.",
+        description="Torch threads of the learner; null: one per core if actors wait for it, else one.",
     )
     nodes: tuple[str, ...] = Field((), description="Addresses HOST:PORT of the nodes of the engine `cluster`.")
     network: Network = Field(default_factory=Network, description="How machines find and trust each other.")
-    ray: Room = Field(default_factory=Room, description="What the engine `ray` asks of its cluster.")
-    evaluation: Evaluation = Field(default_factory=Evaluation, description="When and how the policy is scored.")
-    checkpoints: Saving = Field(default_factory=Saving, description="When checkpoints are saved and how many stay.")
-    limits: Limits = Field(default_factory=Limits, description="How long is too long.")
-    log_every: float = Field(2.0, gt=0, description="Seconds between lines of progress.")
+    ray: Room = Field(default_factory=Room, description="What the engine `ray` requests from its cluster.")
+    evaluation: Evaluation = Field(default_factory=Evaluation, description="When and how the policy is evaluated.")
+    checkpoints: Saving = Field(default_factory=Saving, description="When checkpoints are saved and how many are kept.")
+    limits: Limits = Field(default_factory=Limits, description="Timeouts and restarts.")
+    log_every: float = Field(2.0, gt=0, description="Seconds between progress lines.")
 
     @field_serializer("algorithm")
     def _name_algorithm(self, algorithm: Any) -> Any:
@@ -169,22 +171,23 @@ class Experiment(Settings):
     def _fits(self) -> Self:
         if self.engine == "cluster" and not (self.nodes or self.network.listen):
             raise ValueError(
-                "engine cluster has no machines: name them in nodes, or set network.listen and let them join"
+                "engine cluster has no machines: list them in nodes, or set network.listen for nodes to join"
             )
         if self.engine == "cluster" and self.topology_name == "gradient_workers":
             raise ValueError(
-                "gradient workers share the memory of one machine: on engine cluster, set topology: federated"
+                "gradient workers share the memory of one machine: on engine cluster, use topology: federated"
             )
         if self.engine == "cluster" and self.network.link == "torchrpc" and (self.nodes or self.network.world < 2):
             raise ValueError(
-                "link torchrpc counts machines that join: leave nodes out, and set network.listen and network.world"
+                "link torchrpc needs a fixed number of machines that join: leave out nodes, and set network.listen "
+                "and network.world"
             )
         if self.engine != "cluster" and self.nodes:
-            raise ValueError(f"engine {self.engine} knows no nodes: set engine to cluster")
+            raise ValueError(f"engine {self.engine} has no nodes: set engine to cluster, or leave out nodes")
         if self.replay:
             self._fits_replay(self.replay)
         if self.shared and self.device == "cuda":
-            raise ValueError("device cuda: gradient workers compute on the CPU, where their network is shared")
+            raise ValueError("device cuda: gradient workers run on the CPU, where their network is shared")
         if self.replay or self.shared:
             return self
         self._fits_lag(self.max_lag)
@@ -192,7 +195,7 @@ class Experiment(Settings):
         # for a batch, actors and learner would wait for each other.
         if self.envs - math.gcd(self.envs, self.batch_size) > (self.queue - 1) * self.batch_size:
             raise ValueError(
-                f"the {self.envs} items of one actor do not fit beside an unfinished batch in queue × batch = "
+                f"the {self.envs} items of one actor do not fit next to an incomplete batch in queue × batch = "
                 f"{self.queue * self.batch_size}: raise queue or algorithm.batch, or lower envs"
             )
         return self
@@ -201,13 +204,13 @@ class Experiment(Settings):
         """Refuse batches for which experience would be older than allowed, however the actors are slowed down."""
         if lag is not None and (self.envs - 1) // self.batch_size > lag:
             raise ValueError(
-                f"algorithm.batch {self.batch_size}: the {self.envs} items of one actor make several batches, and the "
+                f"algorithm.batch {self.batch_size}: the {self.envs} items of one actor fill several batches, and the "
                 f"last would be more than max_lag {lag} versions old: raise algorithm.batch or max_lag, or lower envs"
             )
         if lag == 0 and self.batch_size % self.envs:
             raise ValueError(
-                f"algorithm.batch {self.batch_size}: with max_lag 0 a batch is made of whole rollouts of actors, so it "
-                f"must be a multiple of envs {self.envs}"
+                f"algorithm.batch {self.batch_size}: with max_lag 0 a batch consists of whole rollouts, so it must be "
+                f"a multiple of envs {self.envs}"
             )
 
     def _fits_replay(self, replay: Replaying) -> None:
@@ -216,17 +219,19 @@ class Experiment(Settings):
                 f"algorithm.replay.minimum {replay.minimum} is never reached: capacity is {replay.capacity}"
             )
         if isinstance(self.algorithm, HasReplayRatio) and not self.shared:
-            raise ValueError("algorithm.replay_ratio is for topology gradient_workers: a learner has one store only")
+            raise ValueError(
+                "algorithm.replay_ratio applies to topology gradient_workers only: a learner has a single store"
+            )
 
     @property
     def topology_name(self) -> str:
-        """Who exists: a topology by its name."""
+        """The name of the topology: who exists."""
         made_for = self.algorithm.topology if isinstance(self.algorithm, HasTopology) else "actors_and_learner"
         return self.topology or made_for
 
     @property
     def shared(self) -> bool:
-        """Whether every worker learns, on a network that all share."""
+        """Whether every worker learns, on a shared network."""
         return self.topology_name in ("gradient_workers", "federated")
 
     @property
@@ -257,19 +262,19 @@ class Experiment(Settings):
 
     @property
     def replay(self) -> Replaying | None:
-        """How experience is kept and drawn again; None: every item is used once."""
+        """How experience is kept and sampled; None: every item is used once."""
         return self.algorithm.replay if isinstance(self.algorithm, HasReplay) else None
 
     @property
     def chunk(self) -> int:
-        """Items that an actor sends at once, at least; a gradient worker without a replay learns from them at once."""
+        """Minimum number of items that an actor sends at once; a gradient worker without a replay learns from them."""
         if self.replay:
             return self.replay.chunk
         return (self.algorithm.batch or 1) if self.shared else 1
 
     @property
     def refresh(self) -> int:
-        """Sendings of an actor between its looks for new weights."""
+        """Number of times an actor sends before it fetches weights."""
         return self.replay.refresh if self.replay else 1
 
     @property
@@ -315,7 +320,7 @@ def validate(tree: Mapping[str, Any]) -> Experiment:
 
 
 def read(config: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Read settings and apply overrides, without looking at what they mean."""
+    """Read settings and apply overrides, without validating them."""
     if isinstance(config, Mapping):
         tree = dict(config)
     else:
@@ -323,11 +328,11 @@ def read(config: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | 
             tree = read_yaml(Path(config).read_text())
         except OSError as error:
             raise SettingsError(f"cannot read {config}: {error.strerror}{nearest_file(Path(config))}") from None
-        except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are no text, dates that are none
+        except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are not text, invalid dates
             raise SettingsError(f"{config} is not YAML: {error}") from None
         if not isinstance(tree, dict):
-            raise SettingsError(f"{config} must hold a mapping of settings, such as `steps: 100000`")
-    # The whole before its parts, so that no order of the words loses any.
+            raise SettingsError(f"{config} must contain a mapping of settings, such as `steps: 100000`")
+    # The whole before its parts, so that the order of overrides does not matter.
     for key, value in sorted(
         (overrides or {}).items(), key=lambda pair: (pair[0].count("."), pair[0] != "algorithm.name")
     ):
@@ -347,7 +352,7 @@ class Loader(yaml.SafeLoader):
 
 Loader.yaml_implicit_resolvers = {key: list(value) for key, value in yaml.SafeLoader.yaml_implicit_resolvers.items()}
 Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, [*"-+.0123456789"])
-Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("^[Nn]one$"), ["N", "n"])  # as the sentences say
+Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("^[Nn]one$"), ["N", "n"])  # Python's word for it
 
 
 def read_yaml(text: str) -> Any:
@@ -356,7 +361,7 @@ def read_yaml(text: str) -> Any:
 
 
 def nearest_file(path: Path) -> str:
-    """A question after the nearest file name in the same folder."""
+    """A suggestion: the nearest file name in the same folder."""
     return nearest(path.name, [item.name for item in path.parent.glob("*.yaml")]) if path.parent.is_dir() else ""
 
 
@@ -375,7 +380,7 @@ def parse_overrides(words: list[str]) -> dict[str, Any]:
 
 
 def merged(tree: Any, path: list[str], value: Any) -> Any:
-    """A copy of the tree with one value put in; mappings are merged."""
+    """A copy of the tree with one value set; mappings are merged."""
     if not path:
         if (
             isinstance(value, Mapping)
@@ -391,7 +396,7 @@ def merged(tree: Any, path: list[str], value: Any) -> Any:
 
 
 def explain(error: ValidationError, tree: Any) -> str:
-    """Say for each mistake where it is, what is allowed and what is nearest."""
+    """Say for each mistake where it is, what is allowed, and the nearest name."""
     lines = []
     for problem in error.errors():
         path = [str(part) for part in problem["loc"]]
@@ -430,7 +435,7 @@ def _model_at(path: list[str], tree: Any) -> type[BaseModel] | None:
 
 
 def as_yaml(experiment: Experiment) -> str:
-    """The full settings as YAML, each with its sentence as a comment."""
+    """The full settings as YAML, each with its description as a comment."""
     path_of(type(experiment.algorithm))  # pydantic would hide its error in one of its own
     return "\n".join(_lines(experiment, experiment.model_dump(mode="json"), 0)) + "\n"
 
@@ -439,7 +444,7 @@ def _lines(settings: BaseModel, dumped: Mapping[str, Any], depth: int) -> list[s
     lines = []
     fields = type(settings).model_fields
     for key, value in dumped.items():
-        comment = fields[key].description if key in fields else "Which algorithm."
+        comment = fields[key].description if key in fields else "The algorithm."
         inner = getattr(settings, key, None)
         if isinstance(inner, BaseModel) and not isinstance(inner, Schedule):
             lines += [f"{'  ' * depth}{key}:  # {comment}", *_lines(inner, value, depth + 1)]

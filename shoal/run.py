@@ -1,4 +1,4 @@
-"""A run on disk: what came of it, and what can be done with it."""
+"""A run on disk: its results, and what can be done with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.algorithms import ALGORITHMS
 from shoal.core.types import INTERRUPTED
 from shoal.display import console
 from shoal.experiment import Experiment, load_of, read
-from shoal.runs import checkpoint, directory, metrics
+from shoal.runs import checkpoint, directory, files, metrics
 from shoal.runs.directory import locate
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Score:
-    """The returns of whole episodes of one policy, and what they say about its mean."""
+    """The returns of whole episodes of one policy, and their statistics."""
 
     scores: list[float]
     statistics: Mapping[str, float]
@@ -54,14 +54,14 @@ class Score:
     cut: int = 0  # episodes that evaluation.max_steps ended
 
     def __str__(self) -> str:
-        """The figures as a sentence."""
-        told = self.statistics
+        """The statistics as a sentence."""
+        figures = self.statistics
         cut = f" ({self.cut} cut off by evaluation.max_steps)" if self.cut else ""
         extra = "".join(f", {name} {value:.4g}" for name, value in self.metrics.items())
         return (
-            f"{self.checkpoint}: mean return {told['mean']:.2f} "
-            f"(95 % interval {told['low']:.2f} to {told['high']:.2f}), median {told['median']:.2f}, "
-            f"from {told['min']:.2f} to {told['max']:.2f} over {len(self.scores)} episodes{cut}{extra}"
+            f"{self.checkpoint}: mean return {figures['mean']:.2f} "
+            f"(95 % interval {figures['low']:.2f} to {figures['high']:.2f}), median {figures['median']:.2f}, "
+            f"from {figures['min']:.2f} to {figures['max']:.2f} over {len(self.scores)} episodes{cut}{extra}"
         )
 
 
@@ -71,12 +71,12 @@ class Run:
     def __init__(self, directory: str | Path) -> None:
         """Look at a folder."""
         self.directory = Path(directory) if Path(directory).is_dir() else locate(directory)
-        self._told: Mapping[str, Any] = {}
+        self._summary: Mapping[str, Any] = {}
 
     @property
     def summary(self) -> Mapping[str, Any]:
-        """What came of it; empty while it has not ended."""
-        return self._told or directory.read_summary(self.directory)
+        """Its results; empty while it has not ended."""
+        return self._summary or directory.read_summary(self.directory)
 
     @property
     def solved(self) -> bool | None:
@@ -90,19 +90,19 @@ class Run:
 
     @cached_property
     def settings(self) -> Mapping[str, Any]:
-        """Its settings as they stand in the file, for which nothing is imported."""
+        """Its settings as written in the file; nothing is imported for them."""
         return read(self.directory / directory.CONFIG)
 
     @property
     def title(self) -> str:
-        """What ran where, in a few words."""
+        """Algorithm, environment and engine, in a few words."""
         algorithm, environment = (part(self.settings, key) for key in ("algorithm", "environment"))
         name = str(algorithm.get("name"))
         algorithm_name = ALGORITHMS.get(name, name).rpartition(":")[2].lower()
         return f"{algorithm_name} on {environment.get('id')} · {self.settings.get('engine')}"
 
     def rows(self) -> list[dict[str, Any]]:
-        """Its metrics over time, as they stand in metrics.jsonl."""
+        """Its metrics over time, as in metrics.jsonl."""
         return metrics.read(self.directory)
 
     def policy(self, checkpoint: str | int = "best") -> Policy:
@@ -116,9 +116,9 @@ class Run:
         episodes: int = 100,
         checkpoint: str | int = "best",
         seed: int = 0,
-        told: Callable[[int], None] = lambda done: None,
+        progress: Callable[[int], None] = lambda done: None,
     ) -> Score:
-        """Play whole episodes without exploration; `told` hears how many have ended."""
+        """Play whole episodes without exploration; `progress` is called with the number of those that ended."""
         from shoal.core.randomness import derive, seed_everything
         from shoal.display.plots import distribution
         from shoal.display.statistics import describe
@@ -133,7 +133,7 @@ class Run:
         ended: list[Episode] = []
         try:
             for ended in play(self.experiment.algorithm, policy.follower, envs, episodes):
-                told(len(ended))
+                progress(len(ended))
         finally:
             envs.close()
         result = summarise(policy.steps, ended)
@@ -150,9 +150,9 @@ class Run:
         checkpoint: str | int = "best",
         seed: int = 0,
         seconds: float = 120.0,
-        told: Callable[[int], None] = lambda frames: None,
+        progress: Callable[[int], None] = lambda frames: None,
     ) -> Path:
-        """Film whole episodes without exploration, at most so many seconds; `told` hears the number of frames."""
+        """Film whole episodes without exploration; `progress` is called with the number of frames."""
         from shoal.core.randomness import derive, seed_everything
         from shoal.display.video import Video
         from shoal.workers.evaluator import play
@@ -166,9 +166,9 @@ class Run:
             with Video(path, envs.fps) as film:
                 for frames, _ in enumerate(play(self.experiment.algorithm, policy.follower, envs, episodes), 1):
                     film.add(envs.render())
-                    told(frames)
+                    progress(frames)
                     if frames >= seconds * envs.fps:
-                        log.warning("the film ends after %g s, before its episodes do", seconds)
+                        log.warning("the video was cut after %g s, before its episodes ended", seconds)
                         break
         finally:
             envs.close()
@@ -177,7 +177,7 @@ class Run:
     def record(
         self, folder: str | Path, episodes: int = 1, checkpoint: str | int = "best", seed: int = 0
     ) -> list[Path]:
-        """Write a film and a JSON of every episode: actions, rewards, and the values that the choice was made by."""
+        """Write a video and a JSON of every episode: actions, rewards, and the values behind each choice."""
         from shoal.core.randomness import derive, seed_everything
         from shoal.workers.evaluator import play
         from shoal.workers.filming import EpisodeWriter
@@ -211,34 +211,34 @@ class Run:
         return Picture(curve(self.rows(), path, self.title, target))
 
     def resume(self, **overrides: Any) -> Run:
-        """Go on where its newest checkpoint stands; settings may be overridden."""
+        """Continue from its newest checkpoint; settings may be overridden."""
         from shoal.training import resume
 
         return resume(self.directory, **overrides)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write down what came of it; what the disk does not take is said and left."""
-        self._told = summary
+        """Write its results; a disk that refuses them is logged."""
+        self._summary = summary
         try:
-            directory.write(self.directory / directory.SUMMARY, json.dumps(summary, indent=2) + "\n")
-            directory.write(self.directory / "summary.txt", tell(self.directory, summary) + "\n")
+            files.write(self.directory / directory.SUMMARY, json.dumps(summary, indent=2) + "\n")
+            files.write(self.directory / "summary.txt", summary_text(self.directory, summary) + "\n")
             if any(row["kind"] == "evaluation" or row["return"] is not None for row in self.rows()):
                 self.plot()
         except OSError as error:
-            log.error("not everything about the run could be written: %s", error)
+            log.error("cannot write all results of the run: %s", error)
 
     def __repr__(self) -> str:
         """The run in a few lines."""
         summary = self.summary
         if summary:
-            return tell(self.directory, summary)
+            return summary_text(self.directory, summary)
         saved = checkpoint.paths(self.directory)
         at = saved[-1].name if saved else "no checkpoint"
         return f"{self.title}: not finished, {at}\nfolder: {self.directory}"
 
 
 def part(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A section of settings as they were read, empty where it is none."""
+    """A section of settings as they were read; empty where there is none."""
     found = settings.get(name)
     return found if isinstance(found, Mapping) else {}
 
@@ -250,15 +250,15 @@ def headline(run: Path, summary: Mapping[str, Any]) -> str:
         outcome = "interrupted"
     else:
         outcome = {None: "done", True: "solved", False: "NOT solved"}[summary["solved"]]
-    asked = summary.get("steps_asked", summary["steps"])
-    more = f" ({asked:,} asked, but a batch is learned from as a whole)" if summary["steps"] > asked else ""
+    requested = summary.get("steps_requested", summary["steps"])
+    more = f" ({requested:,} requested, rounded up to whole batches)" if summary["steps"] > requested else ""
     return (
         f"{outcome}: {summary['steps']:,} steps{more} in {console.duration(summary['seconds'])}, "
         f"best evaluation {best}, results in {run}"
     )
 
 
-def tell(run: Path, summary: Mapping[str, Any]) -> str:
+def summary_text(run: Path, summary: Mapping[str, Any]) -> str:
     """A summary for people."""
     lines = [
         headline(run, summary),
@@ -271,20 +271,20 @@ def tell(run: Path, summary: Mapping[str, Any]) -> str:
         lines.append(f"last evaluation: mean return {last['mean']:.2f} at step {last['steps']:,}")
     for name, worker in summary["workers"].items():
         waits = sorted(worker["waits"].items(), key=lambda item: -item[1])[:1]
-        waiting = "".join(f", waited {share:.0%} for {service}" for service, share in waits)
+        waiting = "".join(f", waiting {share:.0%} for {service}" for service, share in waits)
         where = f" on {node}" if (node := worker.get("node")) else ""
-        lines.append(f"{name}{where}: worked {worker['working']:.0%} of its time{waiting}")
+        lines.append(f"{name}{where}: busy {worker['working']:.0%} of the time{waiting}")
     for node in dict.fromkeys(worker["node"] for worker in summary["workers"].values() if worker.get("node")):
         there = [worker for worker in summary["workers"].values() if worker.get("node") == node]
         moves = sum(worker["moves_per_s"] for worker in there)
-        away = ", away at the end" if there[0]["away"] else ""
+        away = ", disconnected at the end" if there[0]["away"] else ""
         workers = f"{len(there)} worker{'s' if len(there) > 1 else ''}"
         lines.append(f"node {node}: {workers}, {moves:,.1f} moves/s{away}")
     return "\n".join(lines)
 
 
 def compare(runs: list[Run], path: Path) -> Picture:
-    """Draw several runs side by side; those whose settings differ in the seed only become one mean with interval."""
+    """Plot several runs side by side; runs whose settings differ only in the seed become one mean with an interval."""
     from shoal.display.plots import comparison
 
     alike: dict[str, list[Run]] = {}
@@ -294,7 +294,7 @@ def compare(runs: list[Run], path: Path) -> Picture:
     groups: dict[str, list[Any]] = {}
     for group in alike.values():
         label = group[0].title
-        if label in groups:  # the same title, other settings: the folder tells them apart
+        if label in groups:  # the same title but other settings: told apart by the folder
             label = f"{label} ({group[0].directory.name})"
         groups[label] = [(run.directory.name, run.rows()) for run in group]
     return Picture(comparison(groups, path, "evaluation return"))

@@ -1,4 +1,4 @@
-"""Training from beginning to end: start the workers, watch them, write down what came of it."""
+"""Training from beginning to end: start the workers, watch them, write the results."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from shoal import engines, envs, topology
+from shoal.core import machine
 from shoal.core.errors import Fatal, SettingsError, ShoalError
 from shoal.core.settings import Replaying
 from shoal.core.tree import map_tree, to_numpy, to_torch
@@ -23,7 +24,7 @@ from shoal.core.types import INTERRUPTED, Engine, Spec, Step
 from shoal.display import console
 from shoal.experiment import Experiment, as_yaml, read, validate
 from shoal.run import Run
-from shoal.runs import checkpoint, directory, metrics, provenance
+from shoal.runs import checkpoint, directory, files, metrics, provenance
 from shoal.services.journal import Journal
 from shoal.services.replay import Replay
 from shoal.topology import replay_shape
@@ -31,7 +32,7 @@ from shoal.workers.recorder import shares
 
 log = logging.getLogger("shoal")
 SAMPLE = 64  # items whose memory is measured
-PACKED = 8  # how much smaller LZ4 makes pictures, at a careful guess
+PACKED = 8  # how much smaller LZ4 makes images, at a conservative guess
 ONE = 1.0  # seconds in which signals count as one: `timeout` sends one to the process and one to its group
 
 
@@ -49,7 +50,7 @@ def train(
 
 
 def resume(run: str | Path, **overrides: Any) -> Run:
-    """Go on with a run where its newest checkpoint stands; settings such as `steps` may be overridden."""
+    """Continue a run from its newest checkpoint; settings such as `steps` may be overridden."""
     folder = directory.locate(run)
     tree = read(folder / directory.CONFIG, overrides)
     directory.check_code(folder, tree)
@@ -58,16 +59,16 @@ def resume(run: str | Path, **overrides: Any) -> Run:
 
 
 def resume_point(folder: Path, experiment: Experiment) -> dict[str, Any]:
-    """The state of the checkpoint to go on from, empty where there is none; what came after it is dropped."""
+    """The state of the checkpoint to resume from, empty where there is none; everything after it is dropped."""
     found = checkpoint.resumable(folder, experiment.lockstep)
     state = checkpoint.read_state(found) if found else {}
     if (steps := state.get("steps", 0)) >= experiment.steps:
-        raise SettingsError(f"{folder} has used up its {steps:,} steps; to go on, give it more: steps={2 * steps}")
+        raise SettingsError(f"{folder} has used up its {steps:,} steps; to continue, give it more: steps={2 * steps}")
     if found is not None:
         check_fit(experiment, found)
     checkpoint.rewind(folder, state.get("steps", 0))
     if found is None:
-        log.warning("%s has no checkpoint to go on from: it begins again", folder)
+        log.warning("%s has no checkpoint to resume from: starting over", folder)
     else:
         state["journal"]["evaluations"] = evaluations_until(folder, state)
     return state
@@ -109,7 +110,7 @@ def prepared(tree: Mapping[str, Any]) -> Iterator[tuple[Experiment, Any]]:
             check_memory(experiment, experiment.replay)
         for name in ("device", "actor_device"):
             if getattr(experiment, name) == "cuda" and not torch.cuda.is_available():
-                raise SettingsError(f"{name}: there is no usable CUDA device here; allowed: auto, cpu")
+                raise SettingsError(f"{name}: no usable CUDA device on this machine; allowed: auto, cpu")
         yield experiment, begun
     except BaseException:
         if begun is not None:
@@ -120,11 +121,11 @@ def prepared(tree: Mapping[str, Any]) -> Iterator[tuple[Experiment, Any]]:
 def carry_out(experiment: Experiment, begun: Any, folder: Path, state: Mapping[str, Any]) -> Run:
     """Run an experiment in its folder, from a checkpoint's state or from the beginning."""
     with console.logging_to(folder / directory.LOG):
-        directory.write(folder / directory.CONFIG, as_yaml(experiment))
+        files.write(folder / directory.CONFIG, as_yaml(experiment))
         provenance.write(folder, Path.cwd())
         steps = state.get("steps", 0)
         log.info(
-            "%s %s in %s", f"going on at step {steps:,}:" if steps else "training", console.title(experiment), folder
+            "%s %s in %s", f"resuming at step {steps:,}:" if steps else "training", console.title(experiment), folder
         )
         engine = engines.make(experiment.engine, topology.options(experiment, steps), begun)
         try:
@@ -132,16 +133,16 @@ def carry_out(experiment: Experiment, begun: Any, folder: Path, state: Mapping[s
                 journal, parameters, last = topology.start(experiment, engine, folder, state)
                 with interrupts(lambda: ask_to_end(engine, journal)):
                     engine.wait(*last)
-                weights, told, report = parameters.weights(), journal.snapshot(), engine.report()
+                weights, counts, report = parameters.weights(), journal.snapshot(), engine.report()
             finally:
                 engine.close()
         except ShoalError as error:
             directory.note(folder, f"failed: {error}")
-            if directory.learned(folder):
-                raise type(error)(f"{error}\nwhat was learned is kept; go on with: shoal resume {folder}") from error
+            if checkpoint.learned(folder):
+                raise type(error)(f"{error}\nthe checkpoints are kept; continue with: shoal resume {folder}") from error
             raise
         run = Run(folder)
-        run.finish(summarise(experiment, told, report, weights))
+        run.finish(summarise(experiment, counts, report, weights))
         return run
 
 
@@ -164,10 +165,10 @@ def interrupts(stop: Callable[[], None]) -> Iterator[None]:
         if asked and now - asked[0] < ONE:
             return
         if asked:
-            log.warning("once more: the run ends at once; its newest checkpoint stays")
+            log.warning("stopping at once; the newest checkpoint is kept")
             raise KeyboardInterrupt
         asked.append(now)
-        log.warning("%s: saving and ending the run; once more ends it at once", signal.Signals(number).name)
+        log.warning("%s: saving a checkpoint and stopping; a second signal stops at once", signal.Signals(number).name)
         # In a thread, since the signal may have come in the middle of a call to the same service.
         threading.Thread(target=stop, daemon=True).start()
 
@@ -189,12 +190,12 @@ def fingerprint(weights: Mapping[str, Any]) -> str:
 
 
 def summarise(
-    experiment: Experiment, told: Mapping[str, Any], report: Mapping[str, Any], weights: Mapping[str, Any]
+    experiment: Experiment, counts: Mapping[str, Any], report: Mapping[str, Any], weights: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The figures of a run; seconds count over all its starts."""
+    """The results of a run; seconds count over all its starts."""
     evaluations = [
         {key: item[key] for key in ("steps", "seconds", "mean", "length", "metrics", "cut") if key in item}
-        for item in told["evaluations"]
+        for item in counts["evaluations"]
     ]
     scores = [item["mean"] for item in evaluations]
     target = experiment.evaluation.target
@@ -202,37 +203,37 @@ def summarise(
         "environment": experiment.environment.id,
         "algorithm": experiment.algorithm_name,
         "engine": experiment.engine,
-        "steps": told["steps"],
-        "steps_asked": experiment.steps,
-        "updates": told["updates"],
-        "episodes": told["episodes"],
-        "faults": told["faults"],
-        "seconds": round(told["seconds"], 3),
-        "steps_per_s": round(told["steps"] / told["seconds"], 1),
-        "seconds_to_first_update": told["first_update"],
+        "steps": counts["steps"],
+        "steps_requested": experiment.steps,
+        "updates": counts["updates"],
+        "episodes": counts["episodes"],
+        "faults": counts["faults"],
+        "seconds": round(counts["seconds"], 3),
+        "steps_per_s": round(counts["steps"] / counts["seconds"], 1),
+        "seconds_to_first_update": counts["first_update"],
         "last_evaluation": scores[-1] if scores else None,
         "best_evaluation": max(scores) if scores else None,
         "target": target,
         "solved": None if target is None else bool(scores) and max(scores) >= target,
-        "stopped_by": told["stopped_by"] or "steps",
+        "stopped_by": counts["stopped_by"] or "steps",
         "weights_sha256": fingerprint(weights),
-        "metrics": told["metrics"],
+        "metrics": counts["metrics"],
         "evaluations": evaluations,
         "workers": {name: shares(worker) for name, worker in report.items()},
     }
 
 
 def check_memory(experiment: Experiment, replay: Replaying) -> None:
-    """Say what the replay will take, and refuse one that cannot fit."""
+    """Log how much memory the replay takes, and refuse one that does not fit."""
     each = item_bytes(experiment, replay, envs.spec_of(experiment.environment))
-    total, free = each * replay.capacity, provenance.available_memory()
+    total, free = each * replay.capacity, machine.available_memory()
     sum_ = f"{replay.capacity:,} items × {size(each)} = {size(total)}"
     if free is not None and total > free:
         raise SettingsError(
-            f"algorithm.replay.capacity: {sum_}, but {size(free)} of memory are free; "
+            f"algorithm.replay.capacity: {sum_}, but only {size(free)} of memory is free; "
             f"{int(0.8 * free / each):,} items would fit"
         )
-    log.info("replay: %s%s", sum_, "" if free is None else f" of {size(free)} that are free")
+    log.info("replay: %s%s", sum_, "" if free is None else f" of {size(free)} free memory")
 
 
 def item_bytes(experiment: Experiment, replay: Replaying, spec: Spec) -> float:
@@ -269,7 +270,7 @@ def item_bytes(experiment: Experiment, replay: Replaying, spec: Spec) -> float:
 
 
 def size(count: float) -> str:
-    """Bytes as people say them."""
+    """A number of bytes to read."""
     for unit in ("bytes", "kB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"

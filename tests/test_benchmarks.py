@@ -1,4 +1,4 @@
-"""Benchmarks that a user runs: that they measure what they say, not how fast anything is."""
+"""Benchmarks: that they measure what they say, not how fast anything is."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from bench.__main__ import BENCHMARKS
-from shoal.benchmarks import engines, scale
-from shoal.benchmarks.tables import show
+from shoal.bench import BENCHMARKS, engines, measuring, scale, soak
+from shoal.bench.tables import show
 from shoal.cli.main import main
+from shoal.core.errors import ShoalError
 
 ROOT = Path(__file__).parents[1]
 LONG = pytest.mark.long
@@ -53,9 +53,11 @@ def test_what_is_missing_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) 
 
 def test_findings_are_shown_as_a_table_or_as_lines(capsys: pytest.CaptureFixture[str]) -> None:
     rows: list[dict[str, Any]] = [{"engine": "inline", "small_p50_us": 1234.5}, {"engine": "ray", "small_p50_us": 0.25}]
-    show("engines", rows, 2, as_json=True)
-    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
-    show("engines", rows, 2, as_json=False)
+    show("engines", rows, as_json=True)
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
+        {"table": "engines", **row} for row in rows
+    ]
+    show("engines", rows, as_json=False)
     table = capsys.readouterr().out
     assert all(text in table for text in ("small p50 us", "inline", "1,234", "0.25"))
 
@@ -65,19 +67,40 @@ QUICK = {"calls", "cartpole", "replay"}
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=LONG) for name in BENCHMARKS])
-def test_every_benchmark_runs_in_its_smallest_form(start: Any, request: pytest.FixtureRequest, name: str) -> None:
+def test_every_benchmark_runs_in_its_smallest_form(
+    start: Any, request: pytest.FixtureRequest, tmp_path: Path, name: str
+) -> None:
     if name == "actors":
         request.getfixturevalue("only_ray")
-    words = [sys.executable, "-m", "bench", name, "--smallest", "--seconds", "0.1"]
+    smallest = [] if name in ("calls", "links", "actors") else ["--smallest"]
+    window = [] if name == "solve" else ["--seconds", "0.1"]
+    words = [*measuring.SHOAL, "bench", name, *smallest, *window, "--json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = start(words, cwd=ROOT, env=environment, stdout=PIPE, stderr=PIPE, text=True)
+    process = start(words, cwd=tmp_path, env=environment, stdout=PIPE, stderr=PIPE, text=True)
     printed, errors = process.communicate()
     assert process.returncode == 0, errors
-    document = json.loads(printed.splitlines()[-1])
-    rows = [row for table in document[name].values() for row in table]
+    about, *rows = map(json.loads, printed.splitlines())
+    assert about["table"] == "machine"
     assert rows
+    assert all(row["table"].startswith(name) for row in rows)
     figures = [value for row in rows for key, value in row.items() if key.endswith(("per_s", "_us"))]
     assert name == "solve" or (figures and all(value > 0 for value in figures))
+
+
+@LONG
+def test_the_memory_of_a_long_run_is_measured(tmp_path: Path) -> None:
+    rows = soak.soak("inline", 15.0, tmp_path)
+    assert rows
+    assert all(row["mb"] > 10 for row in rows)
+    assert {file.suffix for file in tmp_path.iterdir()} == {".json", ".log", ".png"}
+
+
+def test_every_config_that_is_measured_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Path(measuring.config_file("impala_pong")).is_file()
+    monkeypatch.setattr(measuring, "CONFIGS", (tmp_path,))
+    with pytest.raises(ShoalError, match=r"cannot find impala_pong\.yaml in "):
+        measuring.config_file("impala_pong")
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,12 @@ import click
 import pytest
 import typer
 
-from bench import __main__ as bench
 from shoal.algorithms import ALGORITHMS
-from shoal.cli.main import app
+from shoal.cli.main import app, main
 from shoal.cli.reference import reference
 from shoal.engines import ENGINES
 from shoal.envs import TOYS
+from shoal.experiment import Experiment
 from shoal.services import STORES
 
 ROOT = Path(__file__).parents[1]
@@ -66,6 +66,14 @@ def test_every_command_has_a_page_that_names_its_options(name: str) -> None:
             assert word in named, f"{page.relative_to(ROOT)} says nothing of {word}"
 
 
+def test_the_page_of_benchmarks_names_each_with_its_options() -> None:
+    page = (DOCS / "commands" / "bench.md").read_text()
+    for name, command in COMMANDS["bench"].commands.items():
+        assert f"`{name}`" in page, f"docs/commands/bench.md says nothing of {name}"
+        for option in (word for parameter in command.params for word in parameter.opts if word.startswith("--")):
+            assert f"`{option}" in page, f"docs/commands/bench.md says nothing of {option}"
+
+
 def test_no_page_is_about_a_command_that_is_not_there() -> None:
     assert {page.stem for page in (DOCS / "commands").glob("*.md")} == {*COMMANDS}
 
@@ -91,8 +99,8 @@ def test_messages_exist(message: str, body: str) -> None:
 
 def typed() -> Iterator[tuple[str, list[str]]]:
     """Every command that a user is told to type, or that `make` types: where, and its words."""
-    plain = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "bench/README.md", "Makefile")]
-    programs = r"(?:\$\(BIN\)/)?((?:shoal|python -m bench|make)\b.*)"
+    plain = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile")]
+    programs = r"(?:\$\(BIN\)/)?((?:shoal|make)\b.*)"
     for page, prefix in [*((page, r"\s*") for page in plain), *((page, r"\$ ") for page in DOCS.rglob("*.md"))]:
         for line in page.read_text().splitlines():
             if match := re.match(prefix + programs, line):
@@ -108,9 +116,6 @@ def test_commands_that_are_written_down_can_be_typed() -> None:
         told = f"{where}: {' '.join(words)}"
         if words[0] == "make":
             assert {*words[1:]} <= {*targets}, told
-        elif words[0] == "python":
-            chosen = bench.parser().parse_args(words[3:])
-            assert {*chosen.names} <= {*bench.BENCHMARKS}, told
         else:
             parse(SHOAL, words[1:], told)
 
@@ -125,6 +130,52 @@ def parse(command: Any, words: list[str], told: str) -> None:
         command.make_context("shoal", [*words])
     except click.exceptions.ClickException as error:
         pytest.fail(f"{told}\n{error.format_message()}")
+
+
+STATEFUL = re.compile(r"runs/|/home/|latest|maze|node2")  # of examples that need more than the clone
+
+
+def outputs() -> Iterator[tuple[str, list[str], list[str]]]:
+    """Commands with the output that a page shows, of those that only print: page, words, lines."""
+    for page in sorted(DOCS.rglob("*.md")):
+        for block in re.findall(r"^```text\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
+            for command, output in re.findall(r"^\$ shoal (.*)\n((?:(?!\$ ).*\n)+)", block, re.MULTILINE):
+                prints = output.startswith("error: ") or re.match("(list|config)( [^|>]*)?$", command)
+                if prints and not STATEFUL.search(command + output):
+                    yield page.name, shlex.split(command), output.strip().splitlines()
+
+
+OUTPUTS = [*outputs()]
+
+
+@pytest.mark.parametrize(("page", "words", "shown"), OUTPUTS, ids=[f"{page}: {' '.join(w)}" for page, w, _ in OUTPUTS])
+def test_outputs_are_what_the_program_prints(
+    page: str, words: list[str], shown: list[str], monkeypatch: pytest.MonkeyPatch, capfd: Any, tmp_path: Path
+) -> None:
+    """Lines may be left out where the page shows `...`; the numbers of `shoal list` depend on what is installed."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["shoal", *words])
+    with pytest.raises(SystemExit):
+        main()
+    told = capfd.readouterr()
+    printed, wanted = "\n".join([*told.out.splitlines(), *told.err.splitlines()]), "\n".join(shown)
+    if words[0] == "list":
+        printed, wanted = (re.sub(r"\d+ (from|Atari)", r"N \1", text) for text in (printed, wanted))
+    pieces = [re.escape(piece.strip("\n")) for piece in re.split(r"^ *\.\.\.$", wanted, flags=re.MULTILINE)]
+    assert re.fullmatch("\n(?:.*\n)*?".join(pieces) + "\n?", printed + "\n"), printed
+
+
+def test_outputs_are_found() -> None:
+    assert len(OUTPUTS) > 10
+
+
+def test_settings_that_are_listed_in_errors_are_those_of_an_experiment() -> None:
+    for page in DOCS.rglob("*.md"):
+        for listed in re.findall(
+            r"unknown setting; allowed: (environment, .*?)(?:;|$)", page.read_text(), re.MULTILINE
+        ):
+            assert listed.split(", ") == [*Experiment.model_fields], page.name
 
 
 def test_pictures_are_small() -> None:

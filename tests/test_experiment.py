@@ -219,16 +219,16 @@ MISTAKES = {
     ),
     "batch of broken rollouts": (
         ["algorithm={name: ppo, batch: 17}", "envs=8"],
-        r"algorithm\.batch 17: with max_lag 0 a batch is made of whole rollouts of actors, so it must be a multiple of "
+        r"algorithm\.batch 17: with max_lag 0 a batch consists of whole rollouts, so it must be a multiple of "
         r"envs 8$",
     ),
     "rollouts of several batches": (
         ["algorithm={name: ppo, batch: 8, max_lag: 1}", "envs=24"],
-        r"algorithm\.batch 8: the 24 items of one actor make several batches, and the last would be more than max_lag",
+        r"algorithm\.batch 8: the 24 items of one actor fill several batches, and the last would be more than max_lag",
     ),
     "more than the queue can hold": (
         ["envs=100", "algorithm.batch=16"],
-        r"the 100 items of one actor do not fit beside .* = 32: raise queue or algorithm\.batch, or lower envs$",
+        r"the 100 items of one actor do not fit next to .* = 32: raise queue or algorithm\.batch, or lower envs$",
     ),
     "unfinished batch that blocks the queue": (
         ["envs=30", "algorithm.batch=16"],
@@ -250,7 +250,7 @@ def test_a_mistake_is_named_with_what_would_be_right(words, complaint):
 def test_what_is_missing_is_named_and_described():
     with pytest.raises(
         SettingsError,
-        match=r"^environment: missing; The environment: `id`, and how it is treated\.\nalgorithm: missing; The algo",
+        match=r"^environment: missing; The environment: `id` and its settings\.\nalgorithm: missing; The algo",
     ):
         load({})
     with pytest.raises(SettingsError, match=r"^environment\.id: missing; A Gymnasium id"):
@@ -311,7 +311,7 @@ def test_settings_are_refused_exactly_where_actors_and_learner_could_wait_for_ea
     for queue, batch, envs in itertools.product([1, 2, 3], range(1, 9), range(1, 20)):
         overrides = {"queue": queue, "algorithm.batch": batch, "envs": envs, "algorithm.max_lag": None}
         if may_stall(queue, batch, envs):
-            with pytest.raises(SettingsError, match="do not fit beside"):
+            with pytest.raises(SettingsError, match="do not fit next to"):
                 load(IMPALA, overrides)
         else:
             load(IMPALA, overrides)

@@ -52,7 +52,7 @@ def test_every_config_is_read_back_as_it_was(path):
 def test_every_setting_is_written_with_its_sentence(name):
     text = as_yaml(load(SMALL | {"algorithm": {"name": name}}))
     lines = [line.strip() for line in text.splitlines()]
-    expected = fields(Experiment) + fields(find(name)) + [("name", "Which algorithm.")]
+    expected = fields(Experiment) + fields(find(name)) + [("name", "The algorithm.")]
     assert all(sentence for _, sentence in expected)
     for key, sentence in expected:
         assert any(line.startswith(f"{key}:") and line.endswith(f"# {sentence}") for line in lines), key

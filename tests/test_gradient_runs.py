@@ -187,9 +187,9 @@ def test_a3c_with_actors_and_a_learner_is_synchronous(tmp_path: Path) -> None:
 def test_settings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"topology: Input should be .*gradient_worker"):
         shoal.configure(settings("a3c"), topology="gradient_worker")
-    with pytest.raises(SettingsError, match="gradient workers compute on the CPU"):
+    with pytest.raises(SettingsError, match="gradient workers run on the CPU"):
         shoal.configure(settings("a3c"), device="cuda")
-    with pytest.raises(SettingsError, match="replay_ratio is for topology gradient_workers"):
+    with pytest.raises(SettingsError, match="replay_ratio applies to topology gradient_workers"):
         shoal.configure(settings("a3c-replay"), topology="actors_and_learner")
     lone = settings("a3c", engine="tests.programs:Lone")
     with pytest.raises(SettingsError, match=r"engine tests\.programs:Lone has no shared memory"):

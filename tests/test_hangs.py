@@ -74,7 +74,7 @@ def test_one_signal_ends_a_run_that_hangs(start: Any, engine: str, tmp_path: Pat
     process.send_signal(signal.SIGTERM)
     _, told = process.communicate(timeout=seconds(30))
     assert process.returncode == 0, told
-    assert "SIGTERM: saving and ending the run" in told
+    assert "SIGTERM: saving a checkpoint and stopping" in told
     assert "actor-0" in told.partition("the run ends without")[0].partition("SIGTERM")[2]  # and why
     assert "in step" in told  # where it stands
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped_by"] == "interrupted"

@@ -97,7 +97,7 @@ def test_stopped_at_random_moments_and_resumed(
             lines -= 1
             if lines <= 0:
                 break
-            if "going on at step" in line:
+            if "resuming at step" in line:
                 assert int(line.split("at step ")[1].split(":")[0].replace(",", "")) >= before
         number = stops.pop()
         process.send_signal(number)
@@ -173,7 +173,7 @@ def test_a_run_without_checkpoint_begins_again(tmp_path: Path, caplog: pytest.Lo
 
 def test_a_folder_that_holds_a_run_is_not_taken_for_another(tmp_path: Path) -> None:
     run = shoal.train(settings("ppo", engine="inline", steps=100), tmp_path / "run")
-    with pytest.raises(SettingsError, match="holds a run already: go on with `shoal resume"):
+    with pytest.raises(SettingsError, match="already holds a run: continue it with `shoal resume"):
         shoal.train(settings("ppo", engine="inline", steps=100), run.directory)
 
 

@@ -87,7 +87,7 @@ def test_code_in_the_folder_of_a_run_is_not_imported(
         (run / "trap" / f"{name}.py").write_text(TRAP.format(str(tmp_path / "sprung")))
     monkeypatch.syspath_prepend(str(run))  # as it is for who works in that folder
     for use in (lambda: shoal.load(run), lambda: shoal.Run(run).evaluate(1), lambda: shoal.resume(run, steps=400)):
-        with pytest.raises(SettingsError, match=r"names trap.*lies in the run's own folder"):
+        with pytest.raises(SettingsError, match=r"names trap.*is in the run's own folder"):
             use()
     assert not (tmp_path / "sprung").exists()
 
@@ -125,7 +125,7 @@ def test_a_link_out_of_the_folder_is_refused_and_its_target_stays(run: Path, nam
         shutil.rmtree(path)
     path.unlink(missing_ok=True)
     path.symlink_to(precious)
-    with pytest.raises(SettingsError, match=r"is a symbolic link to .*precious, outside of the run"):
+    with pytest.raises(SettingsError, match=r"is a symbolic link to .*precious, outside the run"):
         shoal.resume(run, steps=400)
     with pytest.raises(SettingsError, match="symbolic link"):
         shoal.Run(run).plot()

@@ -152,7 +152,7 @@ def test_lockstep_gives_the_same_bits_on_every_engine_however_weights_travel(hos
     ]
     hashes = [summary["weights_sha256"] for summary in told]
     scores = [[item["mean"] for item in summary["evaluations"]] for summary in told]
-    sent = [summary["metrics"]["weight_megabytes"] for summary in told]
+    sent = [summary["metrics"]["weights_mb"] for summary in told]
     for numbers in (hashes, scores, sent):
         assert all(number == numbers[0] for number in numbers[:-2])
     assert 0 < sent[0] < sent[-2]

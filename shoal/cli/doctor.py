@@ -1,4 +1,4 @@
-"""What this machine has and lacks for training: one finding for each thing, with a command where something can be done.
+"""What this machine has and lacks for training: a finding for each check, with a command where something can be done.
 
 Every check is a function of facts, and `checks` says where the facts come from.
 """
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 from rich.text import Text
 
+from shoal.core import machine
 from shoal.core.errors import ShoalError
 from shoal.runs import provenance
 
@@ -32,49 +33,50 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 MB, GB = 1 << 20, 1 << 30
-COLOURS = {"good": "green", "note": "yellow", "bad": "bold red"}
-CODE_EXTRAS = ("dev", "docs")  # for work on Shoal itself
+COLOURS = {"ok": "green", "warning": "yellow", "error": "bold red"}
+CODE_EXTRAS = ("dev", "docs")  # for developing Shoal itself
 
-# What a run with one actor per core takes, measured on the processes engine: the learner holds a socket and two blocks
+# What a run with one actor per core needs, measured on the processes engine: the learner holds a socket and two blocks
 # of shared memory per actor; an actor has four or five threads, and the head and the learner one more for each.
 FILES, FILES_PER_ACTOR = 32, 3
 TASKS, TASKS_PER_ACTOR = 24, 8
 MEMORY, MEMORY_PER_ACTOR = GB, GB // 8
-PLENTY_OF_FILES = 1024  # what most systems grant, so that libraries rely on it
-PLENTY_OF_SHARED = GB  # Docker grants 64 MB, too little for anyone who uses it
+PLENTY_OF_FILES = 1024  # the default of most systems, which libraries rely on
+PLENTY_OF_SHARED = GB  # Docker's default is 64 MB, too little for anyone who uses it
 BLOCK = 64 * MB  # bytes: a large batch of images
 TENSORBOARD = 6006
 WIDTH = 80
+STATE = 9  # columns of the state
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at; the remedy is a command, or several, one to a line."""
+    """The result of one check; the remedy is one command per line."""
 
     name: str
-    state: Literal["good", "note", "bad"]
+    state: Literal["ok", "warning", "error"]
     what: str
     remedy: str = ""
 
 
 def check() -> list[Finding]:
-    """Look at everything."""
+    """Check everything."""
     return [look(name, examine) for name, examine in checks().items()]
 
 
 def checks() -> dict[str, Callable[[], Finding]]:
     """Every check with the facts of this machine, by the name of its finding."""
-    cores = os.cpu_count() or 1  # as many actors as a run has where it is not told otherwise
+    actors = machine.cores()  # the default of a run
     return {
         "python": lambda: check_python(platform.python_version(), metadata.metadata("shoal")["Requires-Python"]),
         "system": lambda: check_system(platform.system(), platform.release(), hasattr(socket, "send_fds")),
         "libraries": lambda: check_libraries(requirements("shoal")),
-        "torch": lambda: check_torch(lambda: importlib.import_module("torch"), has_card()),
-        "cores": lambda: check_cores(cores, provenance.usable_cores()),
-        "memory": lambda: check_memory(provenance.available_memory() or 0, cores),
+        "torch": lambda: check_torch(lambda: importlib.import_module("torch"), has_gpu()),
+        "cores": lambda: check_cores(os.cpu_count() or 1, machine.usable_cores()),
+        "memory": lambda: check_memory(machine.available_memory() or 0, actors),
         "shared memory": lambda: check_shared(share_block, Path("/dev/shm")),
-        "open files": lambda: check_files(file_limit(), cores),
-        "processes": lambda: check_tasks(free_tasks(), cores),
+        "open files": lambda: check_files(file_limit(), actors),
+        "processes": lambda: check_tasks(free_tasks(), actors),
         "ports": lambda: check_ports(TENSORBOARD),
         "disk": lambda: check_disk(Path("runs").absolute() if Path("runs").is_dir() else Path.cwd()),
         "terminal": lambda: check_terminal(Console()),
@@ -85,16 +87,16 @@ def checks() -> dict[str, Callable[[], Finding]]:
 
 
 def look(name: str, examine: Callable[[], Finding]) -> Finding:
-    """Do one check, whatever the machine makes of it."""
+    """Do one check; one that fails is a finding too."""
     try:
         return examine()
     except Exception as error:
-        return Finding(name, "note", f"could not be looked at: {type(error).__name__}: {first_line(error)}")
+        return Finding(name, "warning", f"the check failed: {type(error).__name__}: {first_line(error)}")
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """What the command ends with: 1 where something is bad."""
-    return int(any(finding.state == "bad" for finding in findings))
+    """The exit code of the command: 1 if there is an error."""
+    return int(any(finding.state == "error" for finding in findings))
 
 
 def report(findings: Sequence[Finding], width: int = WIDTH) -> str:
@@ -102,20 +104,20 @@ def report(findings: Sequence[Finding], width: int = WIDTH) -> str:
     column = max((len(finding.name) for finding in findings), default=0) + 2
     lines = []
     for finding in findings:
-        start = f"{finding.state:6}{finding.name:{column}}"
+        start = f"{finding.state:{STATE}}{finding.name:{column}}"
         words = textwrap.wrap(
             finding.what, max(width, 60) - len(start), break_long_words=False, break_on_hyphens=False
         ) or [""]
         lines += [start + words[0], *(" " * len(start) + line for line in words[1:])]
-        lines += [f"      $ {command}" for command in finding.remedy.splitlines()]
-    counts = {state: sum(finding.state == state for finding in findings) for state in COLOURS}
-    verdict = "Shoal may fail here" if exit_code(findings) else "Shoal can train here"
-    lines += ["", f"{verdict}: {', '.join(f'{count} {state}' for state, count in counts.items())}."]
+        lines += [" " * STATE + f"$ {command}" for command in finding.remedy.splitlines()]
+    good, warnings, errors = (sum(finding.state == state for finding in findings) for state in COLOURS)
+    verdict = "Shoal may fail here" if errors else "Shoal can train here"
+    lines += ["", f"{verdict}: {good} ok, {counted(warnings, 'warning')}, {counted(errors, 'error')}."]
     return "\n".join(lines)
 
 
 def show(findings: Sequence[Finding]) -> None:
-    """Print the report, in colours where the terminal has them."""
+    """Print the report, in colour where the terminal can."""
     console = Console(soft_wrap=True)  # a command stays on one line, to be copied
     words = report(findings, min(console.width, 120))
     text = Text(words.encode(console.encoding, "replace").decode(console.encoding))
@@ -130,60 +132,60 @@ def check_python(version: str, wanted: str) -> Finding:
     from packaging.specifiers import SpecifierSet
 
     if version in SpecifierSet(wanted):
-        return Finding("python", "good", version)
-    return Finding("python", "bad", f"{version}; Shoal needs {wanted}", "python3.12 -m pip install shoal")
+        return Finding("python", "ok", version)
+    return Finding("python", "error", f"{version}; Shoal needs {wanted}", "python3.12 -m pip install shoal")
 
 
 def check_system(system: str, release: str, passes_files: bool) -> Finding:
     """Whether workers can be processes, and start quickly."""
     if not passes_files:
-        what = f"{system} {release} cannot hand open files to another process, which workers in processes need"
-        return Finding("system", "bad", what, "shoal train experiment.yaml engine=threads")
+        what = f"{system} {release} cannot pass open files to another process, which the engine processes needs"
+        return Finding("system", "error", what, "shoal train experiment.yaml engine=threads")
     if system != "Linux":
-        what = f"{system} {release}: every worker loads its libraries anew, so runs start slower than on Linux"
-        return Finding("system", "note", what)
-    return Finding("system", "good", f"{system} {release}")
+        what = f"{system} {release}: every worker loads its libraries itself, so runs start slower than on Linux"
+        return Finding("system", "warning", what)
+    return Finding("system", "ok", f"{system} {release}")
 
 
 def check_libraries(wanted: Sequence[Requirement]) -> Finding:
-    """Whether everything is installed that Shoal always needs."""
+    """Whether the required libraries are installed."""
     if missing := [text for requirement in wanted for text in unmet(requirement)]:
         commands = "pip install " + " ".join(f"'{text}'" for text in missing)
-        return Finding("libraries", "bad", f"missing or too old: {', '.join(missing)}", commands)
+        return Finding("libraries", "error", f"missing or too old: {', '.join(missing)}", commands)
     versions = [f"{requirement.name} {metadata.version(requirement.name)}" for requirement in wanted]
-    return Finding("libraries", "good", ", ".join(versions))
+    return Finding("libraries", "ok", ", ".join(versions))
 
 
-def check_torch(load: Callable[[], Any], has_card: bool) -> Finding:
+def check_torch(load: Callable[[], Any], has_gpu: bool) -> Finding:
     """Whether torch loads and computes on the GPU, if there is one."""
     try:
         torch = load()
     except Exception as error:
-        return Finding("torch", "bad", f"does not load: {first_line(error)}", "pip install --force-reinstall torch")
+        return Finding("torch", "error", f"does not load: {first_line(error)}", "pip install --force-reinstall torch")
     name = f"torch {torch.__version__}"
     if torch.version.cuda is None:
-        if has_card:
-            what = f"{name} was built without CUDA, so the NVIDIA card in this machine is not used"
-            return Finding("torch", "note", what, "pip install --force-reinstall torch")
-        return Finding("torch", "good", f"{name}; learners compute on the CPU")
+        if has_gpu:
+            what = f"{name} was built without CUDA, so the NVIDIA GPU of this machine is not used"
+            return Finding("torch", "warning", what, "pip install --force-reinstall torch")
+        return Finding("torch", "ok", f"{name}; the learner runs on the CPU")
     usable, complaint = try_cuda(torch)
     if complaint and usable:
         what = f"{name} fails on the GPU: {complaint}"
-        return Finding("torch", "bad", what, "nvidia-smi\nshoal train experiment.yaml device=cpu")
+        return Finding("torch", "error", what, "nvidia-smi\nshoal train experiment.yaml device=cpu")
     if usable:
         cards = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        return Finding("torch", "good", f"{name}, CUDA {torch.version.cuda}: {', '.join(cards)}")
-    if has_card:
+        return Finding("torch", "ok", f"{name}, CUDA {torch.version.cuda}: {', '.join(cards)}")
+    if has_gpu:
         hidden = f"CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')!r}"
-        what = f"{name} cannot use the NVIDIA card in this machine: {complaint or hidden}"
-        return Finding("torch", "note", what, "nvidia-smi")
-    return Finding("torch", "good", f"{name}; no GPU, learners compute on the CPU")
+        what = f"{name} cannot use the NVIDIA GPU of this machine: {complaint or hidden}"
+        return Finding("torch", "warning", what, "nvidia-smi")
+    return Finding("torch", "ok", f"{name}; no GPU, the learner runs on the CPU")
 
 
 def try_cuda(torch: Any) -> tuple[bool, str]:
-    """Whether a run would turn to the GPU, and what went wrong when it was asked."""
-    usable = True  # a question that fails would fail a run as well
-    with warnings.catch_warnings(record=True) as heard:  # torch tells a broken driver as a warning
+    """Whether a run would use the GPU, and the error if that fails."""
+    usable = True  # an error in the question itself would fail a run as well
+    with warnings.catch_warnings(record=True) as heard:  # torch reports a broken driver as a warning
         warnings.simplefilter("always")
         try:
             if usable := torch.cuda.is_available():
@@ -195,128 +197,129 @@ def try_cuda(torch: Any) -> tuple[bool, str]:
 
 
 def check_cores(total: int, usable: float) -> Finding:
-    """Whether the cores that the machine shows are this process's to use."""
+    """Whether this process may use all cores."""
     if usable >= total:
-        return Finding("cores", "good", f"{total}")
-    what = f"this process may use {usable:g} of {total}; a run starts {total} actors unless it is told otherwise"
-    return Finding("cores", "note", what, f"shoal train experiment.yaml actors={max(int(usable), 1)}")
+        return Finding("cores", "ok", f"{total}")
+    return Finding(
+        "cores", "warning", f"this process may use {usable:g} of {total}; by default a run has an actor on each"
+    )
 
 
-def check_memory(free: int, cores: int) -> Finding:
-    """Whether a run with an actor per core fits."""
-    need = MEMORY + cores * MEMORY_PER_ACTOR
+def check_memory(free: int, actors: int) -> Finding:
+    """Whether a run with this number of actors fits."""
+    need = MEMORY + actors * MEMORY_PER_ACTOR
     if free >= need:
-        return Finding("memory", "good", f"{gigabytes(free)} available")
-    what = f"{gigabytes(free)} available; a run with {cores} actors takes about {gigabytes(need)}"
-    return Finding("memory", "note", what, "shoal train experiment.yaml actors=1")
+        return Finding("memory", "ok", f"{gigabytes(free)} available")
+    what = f"{gigabytes(free)} available; a run with {actors} actors needs about {gigabytes(need)}"
+    return Finding("memory", "warning", what, "shoal train experiment.yaml actors=1")
 
 
 def check_shared(share: Callable[[], None], named: Path) -> Finding:
-    """Whether processes can share memory; Shoal's has no name, that of other libraries has."""
+    """Whether processes can share memory; Shoal does so without /dev/shm, other libraries need it."""
     try:
         share()
     except (OSError, MemoryError, ShoalError) as error:
         what = f"processes cannot share {BLOCK // MB} MB: {first_line(error)}"
-        return Finding("shared memory", "bad", what, "shoal train experiment.yaml engine=threads")
+        return Finding("shared memory", "error", what, "shoal train experiment.yaml engine=threads")
     size = shutil.disk_usage(named).total if named.is_dir() else PLENTY_OF_SHARED
     if size < PLENTY_OF_SHARED:
         what = f"{named} holds {size / MB:,.4g} MB; Shoal does not use it, but torch's DataLoader and Ray need more"
         remedy = f"docker run --shm-size=1g IMAGE\nmount -o remount,size=1G {named}"
-        return Finding("shared memory", "note", what, remedy)
-    return Finding("shared memory", "good", f"{BLOCK // MB} MB could be shared between processes")
+        return Finding("shared memory", "warning", what, remedy)
+    return Finding("shared memory", "ok", f"processes can share {BLOCK // MB} MB")
 
 
-def check_files(limit: int, cores: int) -> Finding:
+def check_files(limit: int, actors: int) -> Finding:
     """Whether enough files may be open at once."""
-    need = FILES + cores * FILES_PER_ACTOR
+    need = FILES + actors * FILES_PER_ACTOR
     if limit < need:
-        what = f"{limit:,} may be open at once; a run with {cores} actors needs {need}"
-        return Finding("open files", "bad", what, "ulimit -n 4096")
+        what = f"{limit:,} may be open at once; a run with {actors} actors needs {need}"
+        return Finding("open files", "error", what, "ulimit -n 4096")
     if limit < PLENTY_OF_FILES:
-        what = f"{limit:,} may be open at once: enough for {cores} actors, little for other libraries"
-        return Finding("open files", "note", what, "ulimit -n 4096")
-    return Finding("open files", "good", f"{limit:,} may be open at once")
+        what = f"{limit:,} may be open at once: enough for {actors} actors, few for other libraries"
+        return Finding("open files", "warning", what, "ulimit -n 4096")
+    return Finding("open files", "ok", f"{limit:,} may be open at once")
 
 
-def check_tasks(free: int | None, cores: int) -> Finding:
+def check_tasks(free: int | None, actors: int) -> Finding:
     """Whether enough processes and threads may be started."""
-    need = TASKS + cores * TASKS_PER_ACTOR
+    need = TASKS + actors * TASKS_PER_ACTOR
     if free is None:
-        return Finding("processes", "good", "no limit")
+        return Finding("processes", "ok", "no limit")
     if free < need:
-        what = f"{free:,} more processes and threads may be started; a run with {cores} actors needs {need}"
-        return Finding("processes", "bad", what, "ulimit -u 4096\ndocker run --pids-limit=4096 IMAGE")
-    return Finding("processes", "good", f"{free:,} more may be started")
+        what = f"{free:,} more processes and threads may be started; a run with {actors} actors needs {need}"
+        return Finding("processes", "error", what, "ulimit -u 4096\ndocker run --pids-limit=4096 IMAGE")
+    return Finding("processes", "ok", f"{free:,} more may be started")
 
 
 def check_ports(board: int) -> Finding:
-    """Whether programs on this machine can talk through ports, and TensorBoard's is free."""
+    """Whether programs on this machine can connect to each other, and TensorBoard's port is free."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), 0.5).close()
     except OSError as error:
-        what = f"none can be reached on 127.0.0.1 ({first_line(error)}), which TensorBoard needs"
-        return Finding("ports", "note", what, "ip link set lo up")
+        what = f"cannot connect to 127.0.0.1 ({first_line(error)}), which TensorBoard needs"
+        return Finding("ports", "warning", what, "ip link set lo up")
     with socket.socket() as caller:
         caller.settimeout(0.5)
         taken = caller.connect_ex(("127.0.0.1", board)) == 0
     if taken:
-        what = f"{board}, TensorBoard's own, is taken: perhaps one is running already"
-        return Finding("ports", "note", what, f"tensorboard --logdir runs --port {board + 1}")
-    return Finding("ports", "good", f"one could be opened and reached; {board}, TensorBoard's own, is free")
+        what = f"{board}, TensorBoard's default, is in use: perhaps by another TensorBoard"
+        return Finding("ports", "warning", what, f"tensorboard --logdir runs --port {board + 1}")
+    return Finding("ports", "ok", f"loopback works; {board}, TensorBoard's default, is free")
 
 
 def check_disk(folder: Path) -> Finding:
-    """Whether runs can be written, and how much of them."""
+    """Whether runs can be written, and how much space there is."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(MB))
     except OSError as error:
-        what = f"nothing can be written in {folder}: {error.strerror}"
-        return Finding("disk", "bad", what, "shoal train experiment.yaml --run-dir ~/runs/first")
+        what = f"cannot write to {folder}: {error.strerror}"
+        return Finding("disk", "error", what, "shoal train experiment.yaml --run-dir ~/runs/first")
     free = shutil.disk_usage(folder).free
-    return Finding("disk", "good" if free >= GB else "note", f"{gigabytes(free)} free in {folder}")
+    return Finding("disk", "ok" if free >= GB else "warning", f"{gigabytes(free)} free in {folder}")
 
 
 def check_terminal(console: Console) -> Finding:
-    """Whether progress can be shown as it is meant."""
+    """Whether the panel can be shown."""
     if "utf" not in console.encoding.lower():
-        what = f"it takes {console.encoding} alone, so signs of other alphabets cannot be shown"
-        return Finding("terminal", "note", what, "export PYTHONUTF8=1")
+        what = f"its encoding is {console.encoding}, so the panel's symbols cannot be shown"
+        return Finding("terminal", "warning", what, "export PYTHONUTF8=1")
     if not console.is_terminal:
-        return Finding("terminal", "good", "none: the output goes to a file or another program")
-    state: Literal["good", "note"] = "good" if console.width >= WIDTH else "note"
-    what = f"{console.width} columns, of which progress takes {WIDTH}; colours: {console.color_system or 'none'}"
+        return Finding("terminal", "ok", "none: output goes to a file or a pipe")
+    state: Literal["ok", "warning"] = "ok" if console.width >= WIDTH else "warning"
+    what = f"{console.width} columns (the panel wants {WIDTH}); colours: {console.color_system or 'none'}"
     return Finding("terminal", state, what)
 
 
 def check_extra(name: str) -> Finding:
-    """Whether what one extra brings is installed."""
+    """Whether the packages of an extra are installed."""
     if missing := [text for requirement in requirements("shoal", name) for text in unmet(requirement)]:
-        return Finding(name, "note", f"missing or too old: {', '.join(missing)}", f"pip install 'shoal[{name}]'")
-    return Finding(name, "good", "installed")
+        return Finding(name, "warning", f"missing or too old: {', '.join(missing)}", f"pip install 'shoal[{name}]'")
+    return Finding(name, "ok", "installed")
 
 
 def check_games() -> Finding:
-    """Whether the Atari games themselves are there."""
+    """Whether the Atari games are installed."""
     from ale_py import roms
 
     names, folder = roms.get_all_rom_ids(), Path(os.environ.get("ALE_ROMS_DIR") or Path(roms.__file__).parent)
     if missing := [name for name in names if not (folder / f"{name}.bin").is_file()]:
-        what = f"{len(missing)} of {len(names)} games are not in {folder}, such as {missing[0]}"
-        return Finding("atari", "note", what, "pip install --force-reinstall ale-py")
-    return Finding("atari", "good", f"{len(names)} games")
+        what = f"{len(missing)} of {len(names)} games are missing in {folder}, such as {missing[0]}"
+        return Finding("atari", "warning", what, "pip install --force-reinstall ale-py")
+    return Finding("atari", "ok", f"{len(names)} games")
 
 
 def check_git(version: bytes | None) -> Finding:
-    """Whether a run can write down which code it ran."""
+    """Whether a run can record which code it ran."""
     if version is None:
-        return Finding("git", "note", "not installed; runs will not say which code they ran", "apt-get install git")
-    return Finding("git", "good", version.decode().strip().removeprefix("git version "))
+        return Finding("git", "warning", "not installed; runs cannot record which code they ran", "apt-get install git")
+    return Finding("git", "ok", version.decode().strip().removeprefix("git version "))
 
 
 def requirements(package: str, extra: str = "") -> list[Requirement]:
-    """What an installed package needs on this machine, always or for one of its extras."""
+    """The requirements of an installed package on this machine, or of one of its extras."""
     from packaging.requirements import Requirement
 
     def needed(requirement: Requirement, extra: str) -> bool:
@@ -328,7 +331,7 @@ def requirements(package: str, extra: str = "") -> list[Requirement]:
 
 def unmet(requirement: Requirement) -> list[str]:
     """The requirement if it is not met, or those of its extras that are not."""
-    version = provenance.version(requirement.name)
+    version = machine.version(requirement.name)
     if version is None or not requirement.specifier.contains(version, prereleases=True):
         return [f"{requirement.name}{requirement.specifier}"]
     inner = [item for extra in sorted(requirement.extras) for item in requirements(requirement.name, extra)]
@@ -342,8 +345,8 @@ def extras() -> list[str]:
     return []
 
 
-def has_card() -> bool:
-    """Whether the driver of an NVIDIA card shows itself, under Linux or in Windows's own."""
+def has_gpu() -> bool:
+    """Whether the driver of an NVIDIA GPU is loaded, under Linux or WSL."""
     return any(Path(name).exists() for name in ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg"))
 
 
@@ -369,13 +372,13 @@ def file_limit() -> int:
 
 
 def free_tasks() -> int | None:
-    """How many more processes and threads this user may start; None: there is no limit."""
+    """How many more processes and threads this user may start; None: unlimited."""
     import resource
 
-    pairs = zip(provenance.in_groups("pids.max"), provenance.in_groups("pids.current"), strict=False)
+    pairs = zip(machine.in_groups("pids.max"), machine.in_groups("pids.current"), strict=False)
     free = [int(limit) - int(present) for limit, present in pairs if limit.isdecimal()]
     soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    if soft != resource.RLIM_INFINITY and os.getuid():  # root is not held to it
+    if soft != resource.RLIM_INFINITY and os.getuid():  # it does not apply to root
         free.append(soft - own_tasks())
     return min(free, default=None)
 
@@ -389,11 +392,16 @@ def own_tasks() -> int:
     return count
 
 
+def counted(count: int, noun: str) -> str:
+    """A number with its noun."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def gigabytes(size: int) -> str:
     """A number of bytes to read."""
     return f"{size / GB:,.1f} GB"
 
 
 def first_line(error: object) -> str:
-    """The first line of what an error says, without the rest of its sermon."""
+    """The first line of an error message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,4 +1,4 @@
-"""What comes with Shoal, with a sentence each."""
+"""The parts that come with Shoal, each with a sentence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shoal.core.recipe import find
 
 
 def catalogue(what: str | None) -> list[str]:
-    """The lines of one part, or of all of them; environments are listed in full only when asked for."""
+    """The lines of one part, or of all of them; environments are listed in full only on request."""
     parts: dict[str, Callable[[], list[str]]] = {
         "algorithms": algorithms,
         "engines": engines,
@@ -17,7 +17,7 @@ def catalogue(what: str | None) -> list[str]:
         "environments": lambda: environments(full=what == "environments"),
     }
     if what is not None and what not in parts:
-        raise SettingsError(f"nothing is called {what!r}: {', '.join(parts)}{nearest(what, parts)}")
+        raise SettingsError(f"cannot list {what!r}: choose from {', '.join(parts)}{nearest(what, parts)}")
     if what is not None:
         return parts[what]()
     return [line for name, lines in parts.items() for line in (f"{name}:", *(f"  {line}" for line in lines()), "")][:-1]
@@ -45,7 +45,7 @@ def stores() -> list[str]:
 
 
 def environments(full: bool) -> list[str]:
-    """Toy worlds, and every id that Gymnasium and ALE know here."""
+    """Toy environments, and every id that Gymnasium and ALE have here."""
     import gymnasium
 
     from shoal.envs import TOYS, atari
@@ -56,14 +56,14 @@ def environments(full: bool) -> list[str]:
         return [*lines, *registered, *atari.ids(), "my_package:MyEnv-v0  your own, registered with Gymnasium there"]
     return [
         *lines,
-        f"{len(registered)} of Gymnasium, such as CartPole-v1 and LunarLander-v3",
+        f"{len(registered)} from Gymnasium, such as CartPole-v1 and LunarLander-v3",
         f"{len(atari.ids())} Atari games, such as ALE/Pong-v5",
         "your own as my_package:MyEnv-v0",
-        "(`shoal list environments` names them all)",
+        "(`shoal list environments` lists them all)",
     ]
 
 
 def described(table: Mapping[str, str], *more: str) -> list[str]:
-    """Names with the first sentence of what they stand for."""
+    """Names, each with the first sentence of its docstring."""
     lines = [f"{name:12} {str(find(path).__doc__).splitlines()[0]}" for name, path in table.items()]
     return [*lines, *more]

@@ -21,15 +21,14 @@ Model: TypeAlias = type[BaseModel]
 OPENING = """\
 # Every setting
 
-This page is written by the code: `python -m shoal.cli.reference > docs/settings.md`. A YAML file or the command line
-overrides the defaults given here; `shoal config FILE` prints the result.
+This page is generated: `python -m shoal.cli.reference > docs/settings.md`. A YAML file or the command line overrides
+the defaults given here; `shoal config FILE` prints the result.
 
-In YAML a dot is a nesting: `evaluation.target` is `evaluation: {target: 475}`. On the command line it is written as it
-stands here, `evaluation.target=475`, and in Python as `**{"evaluation.target": 475}`. Where a sentence says *none*,
-write `null`.
+In YAML, dots are nesting: `evaluation.target` is `evaluation: {target: 475}`. On the command line, write
+`evaluation.target=475`, and in Python `**{"evaluation.target": 475}`.
 
 A number that may change over the run is a [Schedule](#schedule): `lr: 3e-4` is a constant, and
-`lr: {start: 3e-4, end: 0}` falls along a line to 0 at the last step.
+`lr: {start: 3e-4, end: 0}` decreases linearly to 0 at the last step.
 """
 NUMBERS = {int: "whole number", float: "number"}
 WORDS = {bool: "`true` or `false`", str: "text", NoneType: "`null`", Any: "any value"}
@@ -37,14 +36,14 @@ SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
 def reference() -> str:
-    """The whole page; models and algorithms that are new appear in it by themselves."""
+    """The whole page; new models and algorithms appear in it by themselves."""
     sections = [*tables(Experiment, "Experiment", "", None)]
     shown: dict[str, str] = {}
     for name in ALGORITHMS:
         for title, text in tables(find(name), f"Algorithm {name}", "algorithm.", None, f" ({name})"):
-            # What two algorithms have in common, defaults and all, is printed with the first.
+            # A table that equals an earlier one, defaults included, is a link to it.
             twin = shown.setdefault(text, title)
-            sections.append((title, text if twin == title else f"As {link(twin)}.\n"))
+            sections.append((title, text if twin == title else f"The same as {link(twin)}.\n"))
     sections += tables(Schedule, "Schedule", "", None)
     return "\n".join([OPENING, *(f"## {title}\n\n{text}" for title, text in sections)])
 
@@ -74,14 +73,14 @@ def tables(model: Model, title: str, path: str, given: BaseModel | None, label: 
 
 
 def models_in(annotation: Any) -> list[Model]:
-    """The settings models that an annotation names, alone or inside of something."""
+    """The settings models inside an annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for part in get_args(annotation) for model in models_in(part)]
 
 
 def kinds(annotation: Any, titles: Mapping[Model, str], limits: str = "") -> Iterator[str]:
-    """What a value may be, in words, one for each alternative; limits are those of a number."""
+    """The kinds of value that are allowed, in words; `limits` are those of a number."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin in (Union, UnionType):
         for part in parts:
@@ -118,7 +117,7 @@ def bounds(field: FieldInfo) -> str:
 
 
 def written(value: Any, titles: Mapping[Model, str]) -> str:
-    """A default as YAML; that of a whole model is in a table of its own."""
+    """A default as YAML; a model has a table of its own."""
     if type(value) in titles:
         return ""
     text = yaml.safe_dump(to_jsonable_python(value), default_flow_style=True, width=10_000, sort_keys=False)
@@ -126,7 +125,7 @@ def written(value: Any, titles: Mapping[Model, str]) -> str:
 
 
 def link(title: str) -> str:
-    """A link to a section, by the name that GitHub and mkdocs give it alike."""
+    """A link to a section, by the anchor that both GitHub and mkdocs give it."""
     words = "".join(letter for letter in title.lower() if letter.isalnum() or letter in " -_")
     return f"[{title}](#{words.replace(' ', '-')})"
 

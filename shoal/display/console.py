@@ -1,4 +1,4 @@
-"""Progress for whoever watches: a live panel on a terminal, else a line at a time."""
+"""Progress of a run: a live panel on a terminal, else one line at a time."""
 
 from __future__ import annotations
 
@@ -14,13 +14,20 @@ log = logging.getLogger("shoal")
 FORMAT = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
 DATED = logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S")
 SHOWN = ("policy_loss", "value_loss", "entropy", "lag")
+LABELS = {
+    "lr": "learning rate",
+    "lag": "policy lag",
+    "weights_mb": "weights sent (MB)",
+    "received_mb": "received (MB)",
+    "sent_mb": "sent (MB)",
+}
 
 
 class Display(Protocol):
-    """Something that shows a view of the run."""
+    """Shows the state of a run."""
 
     def show(self, view: Mapping[str, Any], last: bool) -> None:
-        """Show how things stand."""
+        """Show a new state."""
         ...
 
     def close(self) -> None:
@@ -32,17 +39,17 @@ class Lines:
     """A plain line at every interval."""
 
     def __init__(self, interval: float) -> None:
-        """Begin to count the time."""
+        """Start the clock."""
         self.interval, self.shown = interval, time.monotonic()
 
     def show(self, view: Mapping[str, Any], last: bool) -> None:
-        """Log a line if it is time."""
+        """Log a line if the interval is over."""
         if time.monotonic() - self.shown >= self.interval:
             self.shown = time.monotonic()
             log.info(progress_line(view))
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """Do nothing: lines need no cleaning up."""
 
 
 def display(interval: float) -> Display:
@@ -55,28 +62,28 @@ def display(interval: float) -> Display:
 
 
 class Terminal(logging.StreamHandler[Any]):
-    """Writes to what `sys.stderr` is at the moment, which a panel may have replaced to stay below the lines."""
+    """Writes to the current `sys.stderr`, which a panel may have replaced to stay below the lines."""
 
     @property
     def stream(self) -> Any:
-        """The standard error of now."""
+        """The current standard error."""
         return sys.stderr
 
     @stream.setter
     def stream(self, value: Any) -> None:
-        """Take no other."""
+        """Ignore any other."""
 
 
 class Quiet(logging.FileHandler):
-    """A log file that gives up silently where the disk is full: training matters more."""
+    """A log file that ignores a full disk: training matters more."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Let go."""
+        """Ignore it."""
 
 
 @contextmanager
 def logging_to(file: Path) -> Iterator[None]:
-    """Send the log to a file and to the terminal, where nothing else takes it."""
+    """Send the log to a file, and to the terminal unless something else handles it."""
     before = log.level
     handlers: list[logging.Handler] = [Terminal()] if not log.hasHandlers() else []
     with suppress(OSError):
@@ -96,7 +103,7 @@ def logging_to(file: Path) -> Iterator[None]:
 
 
 def title(experiment: Any) -> str:
-    """What runs where, in a few words."""
+    """Algorithm, environment and engine, in a few words."""
     return f"{experiment.algorithm_name} on {experiment.environment.id} · {experiment.engine}"
 
 
@@ -107,6 +114,11 @@ def evaluation_line(result: Mapping[str, Any]) -> str:
     cut = f" ({result['cut']} cut off by evaluation.max_steps)" if result.get("cut") else ""
     mean = number(result["mean"])
     return f"evaluation at step {result['steps']:,}: mean return {mean} over {count} episodes{cut}{extra}"
+
+
+def readable(name: str) -> str:
+    """The name of a metric as people read it."""
+    return LABELS.get(name, name.replace("_", " "))
 
 
 def progress_line(view: Mapping[str, Any]) -> str:
@@ -122,12 +134,12 @@ def progress_line(view: Mapping[str, Any]) -> str:
 
 
 def number(value: float) -> str:
-    """A return with as many digits as matter."""
+    """A return, with the digits that matter."""
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
 
 
 def duration(seconds: float) -> str:
-    """A time span as people say it: 45 s, 12:30 min, 3:05 h."""
+    """A time span to read: 45 s, 12:30 min, 3:05 h."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60) if seconds >= 3600 else int(seconds // 60)

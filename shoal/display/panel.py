@@ -1,4 +1,4 @@
-"""The live panel: what a run is doing now, on a terminal."""
+"""The live panel: the state of a run on a terminal."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from rich.live import Live
 from rich.segment import ControlType
 from rich.text import Text
 
+from shoal.display.console import readable
+
 Cell: TypeAlias = tuple[str, Text]  # a label and its value
 
 CELL: Final = 24  # columns of the longest label with the longest value
 GAP: Final = 2
-WIDEST: Final = 160  # columns; beyond this, labels would stand too far from their values
-TWO_COLUMNS: Final = 140  # columns from which the workers stand beside the figures
-LEFT: Final = 3 * CELL + 2 * GAP  # columns of the figures then
+WIDEST: Final = 160  # columns; beyond this, labels would be too far from their values
+TWO_COLUMNS: Final = 140  # columns from which the workers are shown beside the numbers
+LEFT: Final = 3 * CELL + 2 * GAP  # columns of the numbers then
 NARROW: Final = 70  # columns below which bars and words are left out
 BAR: Final = 18  # columns of a worker's bar
 ECHO: Final = 6  # columns left free after the last line: a terminal that writes ^C there must not wrap
@@ -33,19 +35,19 @@ DASH: Final = "–"
 LABEL, GOOD, BAD = "dim", "green", "bold red"  # legible on light and on dark
 SPARKS: Final = "▁▂▃▄▅▆▇█"
 USUAL: Final = ("policy_loss", "value_loss", "entropy", "gradient_norm")  # shown as dashes until there are metrics
-ELSEWHERE: Final = ("lr", "lag", "queue")  # metrics that have a place of their own
+ELSEWHERE: Final = ("lr", "lag", "queue")  # metrics with a fixed place
 
 
 class Panel(RenderHook):
-    """The panel on standard error, drawn again at every `show`; what is logged meanwhile appears above it."""
+    """The panel on standard error, redrawn at every `show`; log lines appear above it."""
 
     def __init__(self, console: Console | None = None) -> None:
         """Draw on another console if one is given."""
         self.console = console or Console(stderr=True)
         self.view: Mapping[str, Any] | None = None
-        self._drawn: list[int] = []  # width of each line that stands on the screen
+        self._drawn: list[int] = []  # width of each line on the screen
         self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
-        # Standard output that goes to a file or a pipe must still arrive there.
+        # Standard output to a file or a pipe must still get there.
         self._live = Live(self, console=self.console, auto_refresh=False, redirect_stdout=sys.stdout.isatty())
 
     def show(self, view: Mapping[str, Any], last: bool = False) -> None:
@@ -55,13 +57,13 @@ class Panel(RenderHook):
         self._live.refresh()
 
     def open(self) -> None:
-        """Hide the cursor and lead standard error above the panel."""
+        """Hide the cursor and redirect standard error above the panel."""
         if self._live.is_started:
             return
         stream = sys.stderr
         self.console.push_render_hook(self)
         self._live.start()
-        # A handler keeps the stream it was made with, and would write into the panel.
+        # A handler keeps the stream it was created with, and would write into the panel.
         for handler in logging.getLogger().handlers:
             if isinstance(handler, logging.StreamHandler) and handler.stream is stream:
                 self._handlers.append((handler, stream))
@@ -79,7 +81,7 @@ class Panel(RenderHook):
         finally:
             self.console.pop_render_hook()
         if self.view is not None and not self.console.is_terminal:
-            self.console.line()  # a file gets the last state only, without the end of its last line
+            self.console.line()  # a file gets the last state only, without its final newline
 
     def __enter__(self) -> Self:
         """Open the panel."""
@@ -93,13 +95,13 @@ class Panel(RenderHook):
         self.close()
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        """Erase also the lines that a terminal, made narrower, has wrapped since they were drawn."""
+        """Also erase lines that the terminal has wrapped because it was made narrower."""
         wrapped = sum(max(0, (cells - 1) // self.console.width) for cells in self._drawn)
         up = ((ControlType.CURSOR_UP, 1), (ControlType.ERASE_IN_LINE, 2))
         return [Control(*up * wrapped), *renderables] if wrapped else renderables
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw for the size that the terminal has now."""
+        """Draw for the current size of the terminal."""
         if self.view is not None:
             lines = arrange(self.view, options.max_width, options.size.height)
             self._drawn = [line.cell_len for line in lines]
@@ -117,7 +119,7 @@ def arrange(view: Mapping[str, Any], width: int, height: int | None) -> list[Tex
     room = sys.maxsize if height is None else max(height - 1, 1)
     head = [fit(Text(plain(view.get("title") or DASH), "bold"), width), progress(view, width)]
     foot = [problem(view, width)]
-    # Many workers are summed up before lines are moved together; then the table of workers is dropped.
+    # First many workers are summed up, then blank lines go, then the table of workers.
     for listed, spaced in ((MANY, True), (1, True), (1, False), (0, False)):
         blank = [Text()] if spaced else []
         body = arrange_body(view, width, listed, blank)
@@ -126,13 +128,13 @@ def arrange(view: Mapping[str, Any], width: int, height: int | None) -> list[Tex
     else:
         lines = [*head, *body[: max(room - len(head) - len(foot), 0)], *foot][:room]
     for line in lines:
-        line.rstrip()  # what is not drawn cannot wrap when the terminal is made narrower
+        line.rstrip()  # nothing invisible may wrap when the terminal is made narrower
     lines[-1].truncate(width - ECHO, overflow="ellipsis")
     return lines
 
 
 def arrange_body(view: Mapping[str, Any], width: int, listed: int, blank: Sequence[Text]) -> list[Text]:
-    """The figures, with the workers beside or below them."""
+    """The numbers, with the workers beside or below them."""
     beside = width >= TWO_COLUMNS and listed > 0
     column = LEFT if beside else width
     table = workers(view.get("workers") or {}, width - LEFT - 2 * GAP if beside else width, listed)
@@ -144,10 +146,10 @@ def arrange_body(view: Mapping[str, Any], width: int, listed: int, blank: Sequen
 
 
 def progress(view: Mapping[str, Any], width: int) -> Text:
-    """The share of the steps that is done, as a bar."""
+    """The fraction of the steps that is done, as a bar."""
     steps, total = view.get("steps") or 0, view.get("total") or 0
     done = share(steps / total) if total > 0 else None
-    # Rounded down: 100 % is said only when it is reached.
+    # Rounded down: 100 % appears only when it is reached.
     front = f"{percent(None if done is None else (100 * steps // total) / 100)} "
     back = "" if width < NARROW else f"  {of_total(view)} steps"
     return fit(Text.assemble(front, bar(done, width - len(front) - len(back)), back), width)
@@ -167,7 +169,7 @@ def figures(view: Mapping[str, Any], width: int) -> list[Cell]:
     best = max(filter(finite, means), default=None)
     length, faults = view.get("length"), view.get("faults")
     cells: list[tuple[str, str | Text]] = [
-        ("time spent", duration(view.get("seconds"))),
+        ("elapsed", duration(view.get("seconds"))),
         ("time left", duration(view.get("left"))),
         ("updates", count(view.get("updates"))),
         ("steps/s", figure(view.get("steps_per_s"))),
@@ -178,30 +180,30 @@ def figures(view: Mapping[str, Any], width: int) -> list[Cell]:
         ("faults", Text(count(faults), BAD if faults else "")),
         ("checkpoint step", count(saved.get("steps"))),
         ("checkpoint age", duration(saved.get("age"))),
-        ("queue filled", gauge((view.get("metrics") or {}).get("queue"), 5)),
+        ("queue fill", gauge((view.get("metrics") or {}).get("queue"), 5)),
         ("last evaluation", reached(means[-1] if means else None, target)),
         ("best evaluation", reached(best, target)),
         ("target", figure(target)),
     ]
-    if width < NARROW:  # where the bar has no room for them
+    if width < NARROW:  # the bar has no room for them
         cells.insert(0, ("steps", of_total(view)))
     return [(label, styled(value)) for label, value in cells]
 
 
 def metrics(view: Mapping[str, Any]) -> list[Cell]:
-    """Losses and what else the learner measures."""
+    """Losses and whatever else the learner measures."""
     values = view.get("metrics") or {}
     names = [name for name in values if name not in ELSEWHERE] or USUAL
-    cells = [(plain(name).replace("_", " "), styled(figure(values.get(name)))) for name in names]
+    cells = [(readable(plain(name)), styled(figure(values.get(name)))) for name in names]
     if len(cells) > METRICS:
-        cells = [*cells[: METRICS - 1], ("further metrics", styled(count(len(cells) - METRICS + 1)))]
+        cells = [*cells[: METRICS - 1], ("more metrics", styled(count(len(cells) - METRICS + 1)))]
     lag = values.get("lag")
     lag_text = DASH if lag is None else f"{lag:.1f} versions" if finite(lag) else figure(lag)
-    return [*cells, ("learning rate", styled(figure(values.get("lr")))), ("policy lag", styled(lag_text))]
+    return [*cells, (readable("lr"), styled(figure(values.get("lr")))), (readable("lag"), styled(lag_text))]
 
 
 def evaluations(view: Mapping[str, Any], width: int) -> Text:
-    """How many evaluations there were, and their means as a curve."""
+    """The number of evaluations, and their means as a curve."""
     means = [result.get("mean") for result in view.get("evaluations") or ()]
     front = f" {count(len(means)):>7}  "
     curve = sparkline(means, width - len("evaluations") - len(front))
@@ -209,15 +211,15 @@ def evaluations(view: Mapping[str, Any], width: int) -> Text:
 
 
 def problem(view: Mapping[str, Any], width: int) -> Text:
-    """The newest fault or warning."""
+    """The last fault or warning."""
     text = " ".join(plain(view.get("problem") or "").split())
-    return fit(Text.assemble(("newest problem", LABEL), "  ", (text, "red") if text else DASH), width)
+    return fit(Text.assemble(("last warning", LABEL), "  ", (text, "red") if text else DASH), width)
 
 
 def workers(states: Mapping[str, Mapping[str, Any]], width: int, listed: int) -> list[Text]:
-    """A line per worker and node: the share of its time that it computes and what it waits for; none listed: no table.
+    """A line per worker and node: how busy it is and what it waits for.
 
-    Kinds with more than `listed` members are summed up in one line each.
+    Kinds with more than `listed` members are summed up in one line each; with 0 there is no table.
     """
     if not states or not listed:
         return []
@@ -236,7 +238,7 @@ def workers(states: Mapping[str, Mapping[str, Any]], width: int, listed: int) ->
             nodes.setdefault(f"on {node}", []).append(state)
     rows += nodes.items() if len(nodes) <= listed else [(f"{len(nodes)} nodes", [*chain(*nodes.values())])]
     first = max(len("worker"), min(max(len(name) for name, _ in rows), width // 4))
-    heads = ("works", "waits for") if width < NARROW else ("computing, % of time", "")
+    heads = ("busy ", "waits for") if width < NARROW else ("busy, % of time", "")
     lines = [fit(Text(f"{'worker':<{first}}{' ' * GAP}{heads[0]}{' ' * GAP}{heads[1]}", LABEL), width)]
     return [*lines, *(worker(name, members, first, width) for name, members in rows)]
 
@@ -249,21 +251,21 @@ def worker(name: str, members: Sequence[Mapping[str, Any]], first: int, width: i
     narrow = width < NARROW
     if len(members) > 1:
         least, most = (extreme(working, default=None) for extreme in (min, max))
-        computing = Text("min {:.3} mean {:.3} max {:.3}".format(*map(percent, (least, mean, most))))
+        busy = Text("min {:.3} mean {:.3} max {:.3}".format(*map(percent, (least, mean, most))))
     else:
-        computing = Text(percent(mean)) if narrow else gauge(mean, BAR)
+        busy = Text(percent(mean)) if narrow else gauge(mean, BAR)
     again = f"{count(restarts)} restart{'s' if restarts != 1 else ''}, " if restarts and not narrow else ""
-    again += "away, " if any(state.get("away") for state in members) else ""
+    again += "disconnected, " if any(state.get("away") for state in members) else ""
     rate = sum(state.get("moves_per_s") or 0.0 for state in members)
     elsewhere = f"{figure(rate)} moves/s, " if members[0].get("node") and not narrow else ""
-    line = Text.assemble(fit(Text(plain(name)), first), " " * GAP, computing, " " * GAP)
-    if width - line.cell_len >= 12:  # below this, no name could be read
+    line = Text.assemble(fit(Text(plain(name)), first), " " * GAP, busy, " " * GAP)
+    if width - line.cell_len >= 12:  # below this, names would be unreadable
         line.append(again, BAD).append(elsewhere).append(longest_wait(members, narrow))
     return fit(line, width)
 
 
 def longest_wait(members: Sequence[Mapping[str, Any]], narrow: bool) -> str:
-    """What workers wait for most, and the share of their time that this takes."""
+    """What workers wait for most, and the fraction of their time that it takes."""
     waits: dict[str, float] = {}
     for state in members:
         for what, part in (state.get("waits") or {}).items():
@@ -299,12 +301,12 @@ def fit(text: Text, width: int) -> Text:
 
 
 def gauge(value: float | None, width: int) -> Text:
-    """A share in per cent and as a bar."""
+    """A fraction as a percentage and a bar."""
     return Text.assemble(percent(value), " ", bar(value, width))
 
 
 def bar(value: float | None, width: int) -> Text:
-    """A share as a line of which part is heavy, in steps of half a column; legible without colours."""
+    """A fraction as a line, part of which is heavy, in steps of half a column; readable without colours."""
     width = max(width, 0)
     halves = math.floor((share(value) or 0.0) * 2 * width)
     heavy = "━" * (halves // 2) + "╸" * (halves % 2)
@@ -312,7 +314,7 @@ def bar(value: float | None, width: int) -> Text:
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
-    """Numbers as a curve of at most so many columns; where there are more numbers, a column is the mean of several."""
+    """Numbers as a curve of at most `width` columns; where there are more numbers, a column is a mean."""
     numbers = [value for value in values if value is not None and finite(value)]
     size = min(len(numbers), max(width, 0))
     pieces = [numbers[i * len(numbers) // size : (i + 1) * len(numbers) // size] for i in range(size)]
@@ -323,13 +325,13 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
 
 
 def reached(value: float | None, target: float | None) -> Text:
-    """A score, marked when it reaches the target."""
+    """A score, highlighted when it reaches the target."""
     good = value is not None and target is not None and value >= target
     return Text(figure(value), GOOD) if good else styled(figure(value))
 
 
 def styled(value: str | Text) -> Text:
-    """A value as text, marked when it is not a number that can be."""
+    """A value as text, highlighted when it is NaN or infinite."""
     if isinstance(value, Text):
         return value
     return Text(value, BAD if value in ("nan", "inf", "-inf") else "")
@@ -348,7 +350,7 @@ def figure(value: float | None) -> str:
 
 
 def count(value: float | None) -> str:
-    """A whole number, from a million on with four digits and a prefix."""
+    """A whole number, from a million up with four digits and a unit."""
     if value is None or not finite(value):
         return DASH if value is None else str(float(value))
     for prefix, unit in (("M", 1e6), ("G", 1e9), ("T", 1e12), ("P", 1e15)):
@@ -365,13 +367,13 @@ def whole(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    """A share in per cent, always five columns."""
+    """A fraction as a percentage, always five columns."""
     part = share(value)
     return f"{DASH:>3} %" if part is None else f"{100 * part:3.0f} %"
 
 
 def duration(seconds: float | None) -> str:
-    """Hours, minutes and seconds, after the days if there are any."""
+    """Days, if any, then hours, minutes and seconds."""
     if seconds is None or not finite(seconds):
         return DASH
     minutes, rest = divmod(max(int(seconds), 0), 60)
@@ -381,12 +383,12 @@ def duration(seconds: float | None) -> str:
 
 
 def share(value: float | None) -> float | None:
-    """A share within 0 and 1; None: not known."""
+    """A fraction clipped to [0, 1]; None: unknown."""
     return None if value is None or value != value else min(max(float(value), 0.0), 1.0)
 
 
 def finite(value: float | None) -> bool:
-    """Whether this is a number, and a finite one."""
+    """Whether this is a finite number."""
     return value is not None and math.isfinite(value)
 
 

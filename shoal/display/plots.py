@@ -1,4 +1,4 @@
-"""Figures of one run, of several runs side by side, and of the scores of an evaluation."""
+"""Plots of one run, of several runs side by side, and of the scores of an evaluation."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from shoal.core.errors import ShoalError
 from shoal.core.types import Array
+from shoal.display.console import readable
 from shoal.display.statistics import band, describe, interval
 
 if TYPE_CHECKING:
@@ -27,10 +28,9 @@ DPI = 150
 COLUMNS = 3  # of small panels
 SMALL, USUAL = 8, 10  # points
 FIRST = ("policy_loss", "value_loss", "entropy", "gradient_norm", "lag", "queue", "lr")  # the others follow
-TITLES = {"lr": "learning rate"}
-UNITS = {"lag": "policy versions", "queue": "share filled", "entropy": "nats"}
+UNITS = {"lag": "policy versions", "queue": "fraction filled", "entropy": "nats"}
 RATES = {"steps_per_s": ("speed", "steps per second"), "updates_per_s": ("updates", "updates per second")}
-FEW = 30  # points that are marked one by one
+FEW = 30  # points that get a marker each
 
 
 def curve(rows: Rows, path: str | Path, title: str, target: float | None = None) -> Path:
@@ -88,15 +88,15 @@ def distribution(scores: Sequence[float], path: str | Path, title: str) -> Path:
     if not sample.size:
         _say_nothing(axes)
         return _save(figure, path)
-    told = describe(sample)
-    room = max(0.5, abs(told["mean"]) / 100) if told["min"] == told["max"] else 0.0  # a bar needs some width
+    found = describe(sample)
+    room = max(0.5, abs(found["mean"]) / 100) if found["min"] == found["max"] else 0.0  # a bar needs some width
     count = 1 if room else int(np.clip(math.sqrt(sample.size), 5, 50))
-    edges = np.linspace(told["min"] - room, told["max"] + room, count + 1)
+    edges = np.linspace(found["min"] - room, found["max"] + room, count + 1)
     axes.hist(sample, edges.tolist(), color="C0", alpha=0.6)
-    between = f"95 % interval of the mean {told['low']:.4g} … {told['high']:.4g}"
-    axes.axvspan(told["low"], told["high"], color="C3", alpha=0.2, label=between)
-    axes.axvline(told["mean"], color="C3", label=f"mean {told['mean']:.4g}")
-    axes.axvline(told["median"], color="0.2", linestyle="--", label=f"median {told['median']:.4g}")
+    between = f"95 % interval of the mean {found['low']:.4g} … {found['high']:.4g}"
+    axes.axvspan(found["low"], found["high"], color="C3", alpha=0.2, label=between)
+    axes.axvline(found["mean"], color="C3", label=f"mean {found['mean']:.4g}")
+    axes.axvline(found["median"], color="0.2", linestyle="--", label=f"median {found['median']:.4g}")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     _legend(figure, axes)
     return _save(figure, path)
@@ -127,12 +127,12 @@ def _panels(training: Rows, evaluations: Rows) -> dict[str, tuple[str, Line]]:
     """The small panels: title → label of its axis and line."""
     panels: dict[str, tuple[str, Line]] = {}
     for name in _metric_names(training, FIRST):
-        panels[TITLES.get(name, name.replace("_", " "))] = UNITS.get(name, ""), _line(training, "metrics", name)
+        panels[readable(name)] = UNITS.get(name, ""), _line(training, "metrics", name)
     for name, (title, unit) in RATES.items():
         panels[title] = unit, _line(training, name)
     panels["episode length"] = "steps", _line(training, "length")
     for name in _metric_names(evaluations, ()):
-        panels[f"evaluation: {name.replace('_', ' ')}"] = "", _line(evaluations, "metrics", name)
+        panels[f"evaluation: {readable(name)}"] = "", _line(evaluations, "metrics", name)
     return {title: panel for title, panel in panels.items() if np.isfinite(panel[1][1]).any()}
 
 

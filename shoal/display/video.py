@@ -1,4 +1,4 @@
-"""Pictures, one after another, as an H.264 film."""
+"""Images, one after another, as an H.264 video."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from shoal.core.errors import ShoalError
 from shoal.core.types import Array
 
-LOWEST = 240  # pixels; lower pictures are enlarged, since players blur them
+LOWEST = 240  # pixels; smaller images are enlarged, since players blur them
 QUALITY = {"crf": "18", "preset": "fast"}  # x264's scale: 0 loses nothing, 18 nothing that can be seen
 
 
@@ -21,7 +21,7 @@ class Video:
     """An mp4 that appears, whole, when the block that fills it ends without an error."""
 
     def __init__(self, path: str | Path, fps: float) -> None:
-        """Write to `path`, so many frames a second."""
+        """Write to `path`, at `fps` frames a second."""
         try:
             import av
         except ImportError as error:
@@ -41,11 +41,11 @@ class Video:
         return self
 
     def add(self, frame: Array) -> None:
-        """Append a picture, uint8 [H, W, 3]; all must have the same size."""
+        """Append an image, uint8 [H, W, 3]; all must have the same size."""
         if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3 or not frame.size:
             raise ShoalError(f"a frame must be uint8 [H, W, 3], not {frame.dtype} {list(frame.shape)}")
         if self._shape and frame.shape != self._shape:
-            raise ShoalError(f"a video keeps its size: the first frame was {self._shape}, this one is {frame.shape}")
+            raise ShoalError(f"frames must have the same size: the first was {self._shape}, this one is {frame.shape}")
         picture = _fit(frame)
         if self._file is None:
             self._open(picture)
@@ -58,13 +58,13 @@ class Video:
         """Finish the file and give it its name; after an error leave nothing."""
         try:
             if kind is None and self._file is None:
-                raise ShoalError(f"{self.path} was given no frame")
+                raise ShoalError(f"{self.path} would have no frames")
             if kind is None:
                 self._file.mux(self._stream.encode(None))
                 self._file.close()
                 self._draft.replace(self.path)
         finally:
-            with suppress(Exception):  # what went wrong before matters more
+            with suppress(Exception):  # the earlier error matters more
                 if self._file is not None:
                     self._file.close()
             self._draft.unlink(missing_ok=True)
@@ -79,7 +79,7 @@ class Video:
 
 
 def _fit(frame: Array) -> Array:
-    """Enlarge a low picture by a whole number, and repeat the last line of odd sides, which H.264 cannot have."""
+    """Enlarge a small image by a whole factor, and make odd sides even, as H.264 requires."""
     times = -(-LOWEST // frame.shape[0])
     if times > 1:
         frame = frame.repeat(times, axis=0).repeat(times, axis=1)

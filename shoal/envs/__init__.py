@@ -18,21 +18,21 @@ __all__ = ["TOYS", "Atari", "Environment", "Envs", "Episode", "check", "make", "
 
 
 class Environment(Settings):
-    """Which environment, and how it is treated."""
+    """The environment, and how it is run."""
 
     id: str = Field(description="A Gymnasium id, `module:id` for your own, `ALE/Pong-v5` for Atari, or a toy: `Catch`.")
     arguments: dict[str, Any] = Field(
-        default_factory=dict, description="Keyword arguments of the environment; Atari has its own settings."
+        default_factory=dict, description="Keyword arguments of the environment; for Atari see `atari`."
     )
-    atari: Atari = Field(default_factory=Atari, description="How Atari games are shown and played.")
+    atari: Atari = Field(default_factory=Atari, description="How Atari games are preprocessed and played.")
     max_faults: int = Field(
         5,
         ge=0,
-        description="Faults in a row that one environment may have before the run ends; "
-        "a finished episode or 100 healthy steps begin a new row.",
+        description="Consecutive faults of one environment that are allowed before the run fails; "
+        "a finished episode or 100 steps without a fault reset the count.",
     )
     metrics: dict[str, Literal["sum", "average", "last"]] = Field(
-        default_factory=dict, description="Keys of `info` that become metrics of an episode, and how."
+        default_factory=dict, description="Keys of `info` to report per episode, and how to aggregate each."
     )
 
 

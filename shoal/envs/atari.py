@@ -22,25 +22,25 @@ PATTERN = re.compile(r"ALE/(\w+)-v5|(\w+)NoFrameskip-v4")
 
 
 class Atari(Settings):
-    """How Atari games are shown and played; the id only names the game."""
+    """How Atari games are preprocessed and played; the id only names the game."""
 
     # Skip, stack, size, pooling, idle start and clipping: Mnih et al. 2015, doi:10.1038/nature14236, Methods.
-    frameskip: int = Field(4, ge=1, description="Frames for which each action is held.")
+    frameskip: int = Field(4, ge=1, description="Frames for which each action is repeated.")
     stack: int = Field(4, ge=1, description="Frames in one observation.")
     height: int = Field(84, ge=1, description="Height of a frame in pixels.")
     width: int = Field(84, ge=1, description="Width of a frame in pixels.")
-    grayscale: bool = Field(True, description="Show brightness; otherwise three colours.")
-    maxpool: bool = Field(True, description="Show the brighter of the last two frames, against flicker.")
-    noop_max: int = Field(30, ge=0, description="Most idle frames, drawn at random, at the start of a game.")
-    clip_rewards: bool = Field(True, description="Clip training rewards to [-1, 1]; scores stay true.")
-    fire_reset: bool = Field(True, description="Press fire at the start, where a game waits for it.")
+    grayscale: bool = Field(True, description="Grayscale frames instead of RGB.")
+    maxpool: bool = Field(True, description="Pixelwise maximum of the last two frames, against flicker.")
+    noop_max: int = Field(30, ge=0, description="Maximum of the random number of no-op frames at the start of a game.")
+    clip_rewards: bool = Field(True, description="Clip training rewards to [-1, 1]; evaluation scores are not clipped.")
+    fire_reset: bool = Field(True, description="Press fire at the start of games that wait for it.")
     # Machado et al. 2017, arXiv:1709.06009: episodes should end with the game; where actions stick, 0.25.
-    episodic_life: bool = Field(False, description="End training episodes, not games, at each lost life.")
-    sticky: float = Field(0.0, ge=0, le=1, description="Probability that a frame repeats the action before.")
+    episodic_life: bool = Field(False, description="End training episodes, but not games, at each lost life.")
+    sticky: float = Field(0.0, ge=0, le=1, description="Probability that a frame repeats the previous action.")
     full_action_space: bool = Field(False, description="Offer all 18 actions instead of those with an effect.")
     # 30 minutes at 60 frames a second: Hessel et al. 2017, arXiv:1710.02298, Evaluation Methodology.
     max_frames: int = Field(108000, ge=1, description="Frames after which a game is cut off.")
-    threads: int = Field(1, ge=0, description="Threads per actor, which is one of many; 0: one per core.")
+    threads: int = Field(1, ge=0, description="Emulator threads per actor; 0: one per core.")
 
 
 def is_atari(id: str) -> bool:

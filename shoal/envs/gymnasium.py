@@ -75,12 +75,12 @@ def _create_drawn(id: str, arguments: Mapping[str, Any]) -> Any:
             environment = gymnasium.make(id, disable_env_checker=True, **{**arguments, "render_mode": "rgb_array"})
     except TypeError as error:
         if "'render_mode'" in str(error):
-            raise Fatal(f"{id} cannot be pictured: it takes no `render_mode`") from error
+            raise Fatal(f"{id} cannot be rendered: it takes no `render_mode`") from error
         raise
     modes = list(environment.metadata.get("render_modes") or ())
     if "rgb_array" not in modes:
         environment.close()
-        raise Fatal(f"{id} cannot be pictured: its render modes are {modes}, and 'rgb_array' is not among them")
+        raise Fatal(f"{id} cannot be rendered: its render modes are {modes}, and 'rgb_array' is not among them")
     return environment
 
 
@@ -93,10 +93,10 @@ def picture(name: str, environment: Any) -> Array:
     except (gymnasium.error.DependencyNotInstalled, ModuleNotFoundError) as error:
         raise Fatal(_missing(name, error)) from error
     except Exception as error:
-        raise Fatal(f"{name} could not be pictured: {type(error).__name__}: {error}") from error
+        raise Fatal(f"{name} cannot be rendered: {type(error).__name__}: {error}") from error
     if not isinstance(drawn, np.ndarray) or drawn.dtype != np.uint8 or drawn.ndim != 3 or drawn.shape[2] != 3:
         found = f"{drawn.dtype} {list(drawn.shape)}" if isinstance(drawn, np.ndarray) else type(drawn).__name__
-        raise Fatal(f"{name} cannot be pictured: its render() gives {found}, not uint8 [H, W, 3]")
+        raise Fatal(f"{name} cannot be rendered: its render() returns {found}, not uint8 [H, W, 3]")
     return drawn.copy()  # some draw into the same memory again
 
 

@@ -179,7 +179,7 @@ class Vector:
             self.close()
             if isinstance(error, ShoalError):
                 raise
-            raise Fatal(f"could not make {name}: {type(error).__name__}: {error}") from error
+            raise Fatal(f"cannot create {name}: {type(error).__name__}: {error}") from error
         self.spec = Spec(seen, taken)
         self._metadata = getattr(self.environments[0], "metadata", None) or {}
         self._observation = map_tree(lambda leaf: np.zeros((size, *leaf.shape), leaf.dtype), seen)
@@ -327,9 +327,9 @@ class Vector:
 def check_drawn(name: str, drawn: bool, opened: bool) -> None:
     """Refuse to draw environments that were made without `render`, or that show nothing yet."""
     if not drawn:
-        raise Fatal(f"{name} cannot be pictured: it was made without `render=True`")
+        raise Fatal(f"{name} cannot be rendered: it was created without `render=True`")
     if not opened:
-        raise Fatal(f"{name} has no picture before reset()")
+        raise Fatal(f"{name} cannot be rendered before reset()")
 
 
 def derive(seeds: np.random.SeedSequence) -> int:

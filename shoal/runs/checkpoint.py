@@ -20,10 +20,12 @@ from typing import Any
 import numpy as np
 
 from shoal.core.errors import SettingsError, ShoalError, nearest
+from shoal.runs import files
 
 log = logging.getLogger("shoal")
 PREFIX = "step_"
 BEST = "best"
+BEGINNING = "step_0"  # nothing has been learned yet
 NEEDED = ("weights", "optimizer")
 ARRAYS = (*NEEDED, "target", "store")
 
@@ -31,6 +33,11 @@ ARRAYS = (*NEEDED, "target", "store")
 def folder(run: Path) -> Path:
     """Where a run keeps its checkpoints."""
     return run / "checkpoints"
+
+
+def learned(run: Path) -> bool:
+    """Whether a run has a checkpoint other than the one that it began with."""
+    return any(path.name != BEGINNING for path in folder(run).glob("[!.]*"))
 
 
 def paths(run: Path) -> list[Path]:
@@ -51,7 +58,7 @@ def resumable(run: Path, exact: bool) -> Path | None:
                     _arrays(path / f"{name}.safetensors")
                 return path
         except (OSError, ValueError, KeyError) as error:
-            log.warning("checkpoint %s cannot be read, trying the one before: %s", path, error)
+            log.warning("cannot read checkpoint %s, trying the previous one: %s", path, error)
     return None
 
 
@@ -70,12 +77,12 @@ def find(run: Path, name: str) -> Path:
         raise ShoalError(f"{run} has no checkpoint yet")
     name = name.removeprefix(PREFIX)
     if name not in known:
-        raise SettingsError(f"{run} has no checkpoint {name!r}; there are {', '.join(known)}{nearest(name, known)}")
+        raise SettingsError(f"{run} has no checkpoint {name!r}; available: {', '.join(known)}{nearest(name, known)}")
     return known[name]
 
 
 def rewind(run: Path, steps: int) -> None:
-    """Remove the checkpoints after so many steps: what comes there will be learned again."""
+    """Remove the checkpoints after a number of steps: those steps are taken again."""
     for path in paths(run):
         if int(path.name.removeprefix(PREFIX)) > steps:
             remove(path)
@@ -89,7 +96,7 @@ def read(path: Path, names: tuple[str, ...] = ARRAYS) -> dict[str, Any]:
         }
         return {"optimizer": {}, **arrays, "state": read_state(path)}
     except (OSError, ValueError) as error:
-        raise ShoalError(f"checkpoint {path} cannot be read: {error}") from None
+        raise ShoalError(f"cannot read checkpoint {path}: {error}") from None
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -105,10 +112,11 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
         draft.mkdir(parents=True)
         for name in ARRAYS:
             if name in content:
-                # The format knows one order of memory only; a network may compute in another.
+                # The format has one memory order only; a network may use another.
                 arrays = {key: np.asarray(array, order="C") for key, array in content[name].items()}
                 write_arrays(draft / f"{name}.safetensors", arrays)
-        _write_bytes(draft / "state.json", (json.dumps(content["state"], indent=2) + "\n").encode())
+        (draft / "state.json").write_text(json.dumps(content["state"], indent=2) + "\n")
+        files.sync(draft / "state.json")
         _swap(draft, path)
     except OSError:
         shutil.rmtree(draft, ignore_errors=True)
@@ -131,16 +139,12 @@ def _swap(draft: Path, path: Path) -> None:
     if path.exists():
         path.rename(remove_first)
     draft.rename(path)
-    _sync(path.parent)
+    files.sync(path.parent)
     shutil.rmtree(remove_first, ignore_errors=True)
 
 
-def _write_bytes(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    _sync(path)
-
-
 def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
+    """Write arrays as safetensors, with the errors of a disk as such."""
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
@@ -149,15 +153,7 @@ def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
     except SafetensorError as error:
         number = re.search(r"os error (\d+)", str(error))
         raise OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error)) from None
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    files.sync(path)
 
 
 def _arrays(path: Path) -> dict[str, Any]:
@@ -171,6 +167,7 @@ def _arrays(path: Path) -> dict[str, Any]:
 
 
 def scheduled(path: Path) -> bool:
+    """Whether a checkpoint was saved on schedule, so that a lockstep run can continue from it."""
     with suppress(OSError, ValueError):
         return bool(read_state(path).get("scheduled"))
     return False

@@ -1,4 +1,4 @@
-"""The folder of a run: its name, who works in it, and where things stand."""
+"""The folder of a run: its name, its lock, and what may be written there or imported because of it."""
 
 from __future__ import annotations
 
@@ -15,44 +15,40 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import SettingsError, nearest
+from shoal.runs import checkpoint
 
 log = logging.getLogger("shoal")
 RUNS = Path("runs")
 CONFIG = "config.yaml"
 LOG = "log.txt"
 SUMMARY = "summary.json"
-CHECKPOINTS = "checkpoints"
-BEGINNING = "step_0"  # the checkpoint in which nothing has been learned
 
 
 def fresh(environment: str, algorithm: str) -> Path:
-    """A folder that is not there yet, `runs/<environment>_<algorithm>_<unix time>`."""
+    """A folder that does not exist yet, `runs/<environment>_<algorithm>_<unix time>`."""
     base = RUNS / re.sub(r"[^\w.-]+", "-", f"{environment}_{algorithm}_{int(time.time())}")
     return next(path for path in (base, *(Path(f"{base}-{n}") for n in range(2, 10_000))) if not path.exists())
 
 
 def create(folder: Path) -> None:
-    """Make a run's folder; one that holds what was learned before is not taken for another run."""
-    if learned(folder) or (folder / SUMMARY).exists():
-        raise SettingsError(f"{folder} holds a run already: go on with `shoal resume {folder}`, or name another folder")
+    """Create a run's folder; one that holds an earlier run is refused."""
+    if checkpoint.learned(folder) or (folder / SUMMARY).exists():
+        raise SettingsError(
+            f"{folder} already holds a run: continue it with `shoal resume {folder}`, or choose another folder"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SettingsError(f"cannot make the run's folder {folder}: {error.strerror}") from None
-
-
-def learned(folder: Path) -> bool:
-    """Whether a run has a checkpoint beside the one that it began with."""
-    return any(path.name != BEGINNING for path in (folder / CHECKPOINTS).glob("[!.]*"))
+        raise SettingsError(f"cannot create the run's folder {folder}: {error.strerror}") from None
 
 
 def clear(folder: Path) -> None:
-    """Set aside the log of a start that failed before anything was learned, and forget the rest of it."""
+    """Rename the log of a start that failed before anything was learned, and remove the rest of it."""
     if (folder / CONFIG).exists() and (folder / LOG).exists():
         names = (folder / f"log-{number}.txt" for number in range(1, 10_000))
         (folder / LOG).rename(next(name for name in names if not name.exists()))
     (folder / CONFIG).unlink(missing_ok=True)
-    shutil.rmtree(folder / CHECKPOINTS / BEGINNING, ignore_errors=True)
+    shutil.rmtree(checkpoint.folder(folder) / checkpoint.BEGINNING, ignore_errors=True)
 
 
 def locate(run: str | Path) -> Path:
@@ -61,14 +57,14 @@ def locate(run: str | Path) -> Path:
     known = sorted((item.parent for item in RUNS.glob(f"*/{CONFIG}")), key=lambda item: item.stat().st_mtime)
     if str(run) == "latest" and known:
         # One that failed before it learned anything is hardly meant.
-        return next((item for item in reversed(known) if (item / CHECKPOINTS).is_dir()), known[-1])
+        return next((item for item in reversed(known) if checkpoint.folder(item).is_dir()), known[-1])
     for candidate in (path, RUNS / path):
         if (candidate / CONFIG).is_file():
             return candidate
     if path.is_dir():
         raise SettingsError(f"{run} is not a run: it has no {CONFIG}")
     near = nearest(path.name, [item.name for item in known])
-    there = "there is none in runs/" if not known else f"runs/ has {len(known)}, the latest {known[-1].name}"
+    there = "runs/ has none" if not known else f"runs/ has {len(known)}, the latest is {known[-1].name}"
     raise SettingsError(f"no run {str(run)!r}: {there}{near}")
 
 
@@ -78,7 +74,7 @@ def locked(folder: Path) -> Iterator[None]:
     check_links(folder)
     try:
         import fcntl
-    except ImportError:  # not on this system: two processes at once are the user's care
+    except ImportError:  # not on this system: the user must not train a run twice at once
         yield
         return
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
@@ -97,19 +93,19 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def check_links(folder: Path) -> None:
-    """Refuse a folder in which a symbolic link leads out of it: what is written to a run must stay there."""
+    """Refuse a folder with a symbolic link that leads out of it: a run writes to its own folder only."""
     home = folder.resolve()
     for where, folders, files in os.walk(home):
         for path in (Path(where, name) for name in (*folders, *files)):
             if path.is_symlink() and not path.resolve().is_relative_to(home):
                 raise SettingsError(
-                    f"{path} is a symbolic link to {os.readlink(path)}, outside of the run: what is written here would "
-                    "change what is there; remove the link"
+                    f"{path} is a symbolic link to {os.readlink(path)}, outside the run's folder, which training "
+                    "would overwrite: remove the link"
                 )
 
 
 def check_code(folder: Path, tree: Mapping[str, Any]) -> None:
-    """Say which code the settings of a run name, and refuse what lies in its folder: to look at a run must not run it.
+    """Log which code the settings of a run name, and refuse code in its folder: looking at a run must not run it.
 
     Only the first package of a path is looked up, since finding what is in it would import it.
     """
@@ -122,38 +118,26 @@ def check_code(folder: Path, tree: Mapping[str, Any]) -> None:
         try:
             spec = importlib.util.find_spec(path.partition(":")[0].partition(".")[0])
         except (ImportError, ValueError):
-            continue  # which whoever needs it will say
+            continue  # whoever needs it reports that
         places = [] if spec is None else [*(spec.submodule_search_locations or []), *filter(None, [spec.origin])]
         for place in places:
             if Path(place).resolve().is_relative_to(home):
                 raise SettingsError(
-                    f"{folder / CONFIG} names {path}, which lies in the run's own folder ({place}): it is not imported "
-                    "from there; if you trust it, install it or move it elsewhere"
+                    f"{folder / CONFIG} names {path}, which is in the run's own folder ({place}) and is not imported "
+                    "from there: if you trust it, install it or move it elsewhere"
                 )
     if paths:
-        log.info("%s names code beside shoal's own, which is imported: %s", folder / CONFIG, ", ".join(paths))
+        log.info("%s names code outside shoal, which is imported: %s", folder / CONFIG, ", ".join(paths))
 
 
 def note(folder: Path, line: str) -> None:
-    """Write a line into the run's log, without showing it."""
+    """Write a line to the run's log only."""
     with suppress(OSError), (folder / LOG).open("a", encoding="utf-8") as file:
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
 
-def write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    draft = path.with_suffix(".tmp")
-    try:
-        draft.unlink(missing_ok=True)  # also a link that somebody left there
-        draft.write_text(text)
-        draft.replace(path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
-
-
 def read_summary(folder: Path) -> dict[str, Any]:
-    """What came of a run; empty while it has not ended."""
+    """The summary of a run; empty while it has not ended."""
     try:
         return json.loads((folder / SUMMARY).read_text())  # type: ignore[no-any-return]
     except (OSError, ValueError):

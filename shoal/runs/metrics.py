@@ -1,7 +1,7 @@
-"""The figures of a run over time: `metrics.jsonl` and TensorBoard events, written in chunks.
+"""The metrics of a run over time: `metrics.jsonl` and TensorBoard events, written in chunks.
 
-A row of kind `train` has the counts, the rates and the means since the row before; one of kind `evaluation` has the
-score of the weights that were trained for so many steps.
+A row of kind `train` has the counts, the rates and the means since the previous row; one of kind `evaluation` has the
+score of the weights after that number of steps.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.runs import directory
+from shoal.runs import files
 
-MOST = 10_000  # rows that wait in memory when the disk takes none
+MOST = 10_000  # rows kept in memory while the disk cannot be written
 
 
 class Metrics:
-    """Where rows are added; they reach the disk at `flush`."""
+    """Collects rows, which reach the disk at `flush`."""
 
     def __init__(self, run: Path, steps: int) -> None:
-        """Go on after so many steps; rows from beyond them are dropped, since those steps come again."""
+        """Continue at a number of steps; later rows are dropped, since those steps are taken again."""
         self.run, self.rows = run, list[Mapping[str, Any]]()
         self.events: Path | None = None
         self.rewind(steps)
 
     def rewind(self, steps: int) -> None:
-        """Forget what was measured after so many steps."""
+        """Drop everything measured after a number of steps."""
         path = file_of(self.run)
         self.rows = [row for row in self.rows if row["steps"] <= steps]
         if path.exists():
             kept = "".join(json.dumps(row) + "\n" for row in read(self.run) if row["steps"] <= steps)
-            directory.write(path, kept)
+            files.write(path, kept)
             self._flush_events([], forget=steps + 1)  # at once: a crash before the first row must not undo it
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -46,12 +46,12 @@ class Metrics:
     def flush(self) -> None:
         """Append what was added to the files; an OSError leaves it waiting."""
         if self.rows:
-            append(file_of(self.run), "".join(json.dumps(row) + "\n" for row in self.rows).encode())
+            files.append(file_of(self.run), "".join(json.dumps(row) + "\n" for row in self.rows).encode())
             rows, self.rows = self.rows, []
             self._flush_events(rows)
 
     def _flush_events(self, rows: list[Mapping[str, Any]], forget: int | None = None) -> None:
-        """Append events for TensorBoard, before them the wish to forget all from so many steps on."""
+        """Append events for TensorBoard, after a request to drop those from step `forget` on."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -69,7 +69,7 @@ class Metrics:
             values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(row)]
             event = Event(wall_time=row["time"], step=row["steps"], summary=Summary(value=values))
             writer.write(event.SerializeToString())
-        append(self.events, chunk.getvalue())
+        files.append(self.events, chunk.getvalue())
 
 
 def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -87,7 +87,7 @@ def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def file_of(run: Path) -> Path:
-    """Where a run's rows stand."""
+    """The file of a run's rows."""
     return run / "metrics.jsonl"
 
 
@@ -105,20 +105,3 @@ def read(run: Path) -> list[dict[str, Any]]:
             if number < len(lines) - 1:
                 raise
     return rows
-
-
-def append(path: Path, content: bytes) -> None:
-    """Append all of it or, where the disk is full, nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        size = os.fstat(descriptor).st_size
-        view = memoryview(content)
-        try:
-            while view:
-                view = view[os.write(descriptor, view) :]
-        except OSError:
-            os.ftruncate(descriptor, size)
-            raise
-    finally:
-        os.close(descriptor)

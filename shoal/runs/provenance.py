@@ -11,14 +11,13 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from shoal.runs import directory
+from shoal.core import machine
+from shoal.runs import files
 
 log = logging.getLogger("shoal")
 LIBRARIES = ("shoal", "torch", "numpy", "gymnasium", "ale-py", "safetensors", "pydantic")
@@ -33,7 +32,7 @@ PROGRAMS = re.compile(r"filter\..*\.(clean|smudge|process|required)|diff\..*\.(c
 
 
 def collect(folder: Path, devices: Sequence[str] | None = None) -> dict[str, Any]:
-    """What can be known of this start; `devices` are the names of accelerators, otherwise torch is asked."""
+    """Everything known about this start; `devices` are the names of accelerators, by default those that torch finds."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": list(sys.argv),
@@ -42,18 +41,18 @@ def collect(folder: Path, devices: Sequence[str] | None = None) -> dict[str, Any
         "host": platform.node(),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": {name: version(name) for name in LIBRARIES},
-        "processor": processor(),
+        "versions": {name: machine.version(name) for name in LIBRARIES},
+        "processor": machine.processor(),
         "cores": os.cpu_count(),
-        "usable_cores": usable_cores(),
-        "memory_bytes": memory(),
+        "usable_cores": machine.usable_cores(),
+        "memory_bytes": machine.memory(),
         "devices": accelerators() if devices is None else list(devices),
         "git": repository(folder),
     }
 
 
 def write(run: Path, folder: Path, devices: Sequence[str] | None = None) -> None:
-    """Add this start to the run's provenance.json, and what differs from the last commit as a file beside it."""
+    """Add this start to the run's provenance.json, and the diff from the last commit as a file beside it."""
     path = run / "provenance.json"
     try:
         entries = read(path)
@@ -64,9 +63,9 @@ def write(run: Path, folder: Path, devices: Sequence[str] | None = None) -> None
         if name:
             (run / name).write_bytes(changes)
         entry = {"start": start, **collect(folder, devices), "diff": name}
-        directory.write(path, json.dumps([*entries, entry], indent=2) + "\n")
-    except OSError as error:  # a run is worth more than the note of where it came from
-        log.warning("where this run came from could not be written: %s", error)
+        files.write(path, json.dumps([*entries, entry], indent=2) + "\n")
+    except OSError as error:  # the run matters more
+        log.warning("cannot write the run's provenance: %s", error)
 
 
 def read(path: Path) -> list[Any]:
@@ -82,72 +81,16 @@ def read(path: Path) -> list[Any]:
     names = (path.with_name(f"{path.stem}-damaged-{number}.json") for number in range(1, 1000))
     aside = next(name for name in names if not name.exists())
     path.replace(aside)
-    log.warning("%s was damaged; it is kept as %s", path, aside.name)
+    log.warning("%s is damaged; it was moved to %s", path, aside.name)
     return []
 
 
 def user() -> str:
-    """The name of who started the run, or a number where the machine knows no name."""
+    """The user who started the run, by name, or by number where there is no name."""
     try:
         return getpass.getuser()
     except (KeyError, OSError, ImportError):  # which one depends on the version of Python
         return str(os.getuid()) if hasattr(os, "getuid") else ""
-
-
-def version(name: str) -> str | None:
-    """The version of an installed library."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def processor() -> str:
-    """The model of the processor."""
-    with suppress(OSError), open("/proc/cpuinfo", errors="replace") as file:
-        for line in file:
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
-
-
-def memory() -> int | None:
-    """The bytes of memory of the machine."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None
-
-
-def available_memory(root: Path = Path("/")) -> int | None:
-    """The bytes of memory that this process may still take, by the machine and its control groups."""
-    free = memory()
-    with suppress(OSError), open(root / "proc/meminfo") as file:
-        free = next((int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:")), free)
-    texts = [text for name in ("memory.max", "memory.limit_in_bytes") for text in in_groups(name, root)]
-    return min([int(text) for text in texts if text.isdecimal()] + ([] if free is None else [free]), default=None)
-
-
-def usable_cores(root: Path = Path("/")) -> float:
-    """The cores that this process may use: those it may run on, or the quota of a control group."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    pairs = [text.split() for text in in_groups("cpu.max", root)]
-    pairs += map(list, zip(in_groups("cpu.cfs_quota_us", root), in_groups("cpu.cfs_period_us", root), strict=False))
-    return min([allowed, *(int(quota) / int(period) for quota, period in pairs if quota.isdecimal())])
-
-
-def in_groups(name: str, root: Path = Path("/")) -> Iterator[str]:
-    """What a file says in each of this process's control groups, of either version, and in those above."""
-    with suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            top = root / "sys/fs/cgroup" / controllers
-            own = top / path.lstrip("/")
-            for folder in (own, *own.parents):
-                if folder.is_relative_to(top):
-                    with suppress(OSError):
-                        yield (folder / name).read_text().strip()
 
 
 def accelerators() -> list[str]:
@@ -162,7 +105,7 @@ def accelerators() -> list[str]:
 
 
 def repository(folder: Path) -> dict[str, Any] | None:
-    """The commit, the branch and the changed files of a folder; None: git does not know it."""
+    """The commit, the branch and the changed files of a folder; None: it is no repository."""
     status = git(folder, "status", "--porcelain", "--ignore-submodules=all")
     if status is None:
         return None
@@ -181,7 +124,7 @@ def repository(folder: Path) -> dict[str, Any] | None:
 
 
 def diff(folder: Path) -> bytes:
-    """What differs from the last commit, as git can apply it; empty: nothing, or git does not know."""
+    """The diff from the last commit, as git can apply it; empty: there is none, or this is no repository."""
     # Without what a user's own configuration may make of it.
     options = (
         "--ignore-submodules=all",
@@ -195,17 +138,17 @@ def diff(folder: Path) -> bytes:
     changes = git(folder, "diff", "HEAD", *options, limit=DIFF_LIMIT) or b""
     if len(changes) > DIFF_LIMIT:
         whole = changes[: changes.rfind(b"\n", 0, DIFF_LIMIT) + 1]
-        return whole + f"# cut here: the difference is longer than {DIFF_LIMIT:,} bytes\n".encode()
+        return whole + f"# cut here: the diff is longer than {DIFF_LIMIT:,} bytes\n".encode()
     return changes
 
 
 def git(folder: Path, *words: str, limit: int = 16 << 20) -> bytes | None:
-    """The first bytes that git says about a folder, one more than the limit if there are more; None: it cannot say."""
+    """The output of git about a folder, up to one byte more than the limit; None: git failed."""
     known = _git(folder, "config", "--null", "--list", "--name-only", "--show-scope", limit=1 << 20)
     if known is None:
         return None
-    told = known.decode(errors="surrogateescape").split("\0")
-    own = [key for scope, key in zip(told[::2], told[1::2], strict=False) if scope in ("local", "worktree")]
+    listed = known.decode(errors="surrogateescape").split("\0")
+    own = [key for scope, key in zip(listed[::2], listed[1::2], strict=False) if scope in ("local", "worktree")]
     silenced = [(key, "false" * key.endswith(".required")) for key in own if PROGRAMS.fullmatch(key)]
     # By the environment, since on the command line a name may not hold an equals sign.
     settings = {"GIT_CONFIG_COUNT": str(len(silenced))}

@@ -147,7 +147,7 @@ class Averager:
     def status(self) -> Mapping[str, Any]:
         """How far all groups together have come, the metrics of the last change, and what was refused since."""
         counts = {"version": self.version, "steps": self.steps, "updates": self.updates}
-        traffic = {"megabytes_received": self.received / 1e6, "megabytes_sent": self.sent / 1e6}
+        traffic = {"received_mb": self.received / 1e6, "sent_mb": self.sent / 1e6}
         return {**counts, "metrics": {**self.metrics, **traffic}, "refused": self.refusals.drain()}
 
     def newest(self) -> Mapping[str, Array]:

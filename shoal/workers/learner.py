@@ -78,7 +78,7 @@ def learn(
             **{name: store.status()[name] for name in ("age_of_weights", "age_of_data")},
             "lr": present.lr.now,
             "queue": status["filled"] / status["capacity"],
-            "weight_megabytes": sent / 1e6,
+            "weights_mb": sent / 1e6,
         }
         priority, updates, numbers = model.update(present, batch, now.updates)
         if problem := health.look(numbers, model.net, batch, now.updates):

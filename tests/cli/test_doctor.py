@@ -20,11 +20,12 @@ import pytest
 from packaging.requirements import Requirement
 from rich.console import Console
 
+from shoal.cli import doctor
 from shoal.cli.doctor import GB, Finding
-from shoal.cli.main import doctor
+from shoal.core import machine
 from tests.pace import seconds
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TELL = """
 import dataclasses, json, sys
 from shoal.cli.doctor import checks, look
@@ -52,34 +53,34 @@ def within_namespace(flags: str, preparation: str) -> list[str]:
 
 
 def test_few_open_files_are_found_for_real() -> None:
-    need = doctor.FILES + (os.cpu_count() or 1) * doctor.FILES_PER_ACTOR
+    need = doctor.FILES + machine.cores() * doctor.FILES_PER_ACTOR
     (found,) = told("bash", "-c", 'ulimit -n 64; exec "$@"', "bash", "--", "open files")
-    assert found.state == ("bad" if need > 64 else "note")
+    assert found.state == ("error" if need > 64 else "warning")
     assert found.what.startswith("64 may be open at once")
     assert found.remedy == "ulimit -n 4096"
     (found,) = told("bash", "-c", 'ulimit -n 30; exec "$@"', "bash", "--", "open files")
-    assert found.state == "bad"
+    assert found.state == "error"
     assert f"needs {need}" in found.what
 
 
 def test_a_tiny_shared_memory_folder_is_noted_for_real() -> None:
     words = within_namespace("-rm", "mount -t tmpfs -o size=64k tmpfs /dev/shm")
     (found,) = told(*words, "--", "shared memory")
-    assert found.state == "note"
+    assert found.state == "warning"
     assert "/dev/shm holds 0.0625 MB" in found.what
     assert found.remedy.splitlines() == ["docker run --shm-size=1g IMAGE", "mount -o remount,size=1G /dev/shm"]
 
 
 def test_memory_that_cannot_be_shared_is_found_for_real() -> None:
     (found,) = told("bash", "-c", 'ulimit -f 1024; exec "$@"', "bash", "--", "shared memory")
-    assert found.state == "bad"
+    assert found.state == "error"
     assert "cannot share 64 MB" in found.what
     assert "engine=threads" in found.remedy
 
 
 def test_a_machine_without_loopback_is_noted_for_real() -> None:
     (found,) = told(*within_namespace("-rn", "true"), "--", "ports")
-    assert (found.state, found.remedy) == ("note", "ip link set lo up")
+    assert (found.state, found.remedy) == ("warning", "ip link set lo up")
 
 
 def test_missing_extras_are_found_for_real(tmp_path: Path) -> None:
@@ -89,7 +90,7 @@ def test_missing_extras_are_found_for_real(tmp_path: Path) -> None:
             (tmp_path / item.name).symlink_to(item)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     found = told("--", "video", "box2d", "mujoco", "libraries", env=environment, flags=["-S"])
-    assert [finding.state for finding in found] == ["note", "note", "note", "good"]
+    assert [finding.state for finding in found] == ["warning", "warning", "warning", "ok"]
     assert [finding.remedy for finding in found[:3]] == [
         "pip install 'shoal[video]'",
         "pip install 'shoal[box2d]'",
@@ -123,30 +124,30 @@ def test_the_whole_examination_is_quick_and_reads_well_on_80_columns(tmp_path: P
         "box2d",
         "mujoco",
     ):
-        assert any(line[6:].startswith(f"{name}  ") for line in lines), name
-    assert not any(line[6:].startswith(("dev ", "docs ")) for line in lines)
+        assert any(line[doctor.STATE :].startswith(f"{name}  ") for line in lines), name
+    assert not any(line[doctor.STATE :].startswith(("dev ", "docs ")) for line in lines)
     assert not list(tmp_path.iterdir())
 
 
 def test_the_report_keeps_commands_whole_and_counts() -> None:
     command = "pip install " + "x" * 200
-    findings = [Finding("good thing", "good", "word " * 40), Finding("thing", "bad", "missing", command + "\nsecond")]
+    findings = [Finding("good thing", "ok", "word " * 40), Finding("thing", "error", "missing", command + "\nsecond")]
     lines = doctor.report(findings).splitlines()
-    assert lines[0].startswith("good  good thing  word word")
+    assert lines[0].startswith("ok       good thing  word word")
     assert all(len(line) <= 80 for line in lines[:3])
-    assert lines[-5:] == ["bad   thing       missing", f"      $ {command}", "      $ second", "",
-                          "Shoal may fail here: 1 good, 0 note, 1 bad."]  # fmt: skip
-    assert doctor.report(findings[:1]).endswith("Shoal can train here: 1 good, 0 note, 0 bad.")
+    assert lines[-5:] == ["error    thing       missing", f"         $ {command}", "         $ second", "",
+                          "Shoal may fail here: 1 ok, 0 warnings, 1 error."]  # fmt: skip
+    assert doctor.report(findings[:1]).endswith("Shoal can train here: 1 ok, 0 warnings, 0 errors.")
 
 
 def test_only_what_is_bad_fails_the_command() -> None:
     assert doctor.exit_code([]) == 0
-    assert doctor.exit_code([Finding("a", "good", ""), Finding("b", "note", "")]) == 0
-    assert doctor.exit_code([Finding("a", "good", ""), Finding("b", "bad", "")]) == 1
+    assert doctor.exit_code([Finding("a", "ok", ""), Finding("b", "warning", "")]) == 0
+    assert doctor.exit_code([Finding("a", "ok", ""), Finding("b", "error", "")]) == 1
 
 
 def test_showing_works_on_a_terminal_that_takes_only_ascii() -> None:
-    code = "from shoal.cli.doctor import *; show([Finding('disk', 'bad', 'nothing in /höme')])"
+    code = "from shoal.cli.doctor import *; show([Finding('disk', 'error', 'nothing in /höme')])"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert "nothing in /h?me" in done.stdout, done.stderr
@@ -157,9 +158,9 @@ def test_showing_keeps_commands_whole_on_a_narrow_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "70")
     command = "pip install " + "x " * 60 + "end"
-    doctor.show([Finding("thing", "bad", "word " * 40, command)])
+    doctor.show([Finding("thing", "error", "word " * 40, command)])
     lines = capsys.readouterr().out.splitlines()
-    assert f"      $ {command}" in lines
+    assert f"         $ {command}" in lines
     assert all(len(line) <= 70 for line in lines if "$" not in line)
 
 
@@ -168,27 +169,27 @@ def test_a_check_that_fails_is_a_finding() -> None:
         raise RuntimeError("no such sensor\nand more")
 
     assert doctor.look("sensor", broken) == Finding(
-        "sensor", "note", "could not be looked at: RuntimeError: no such sensor"
+        "sensor", "warning", "the check failed: RuntimeError: no such sensor"
     )
 
 
 @pytest.mark.parametrize(
-    ("version", "state"), [("3.10.4", "bad"), ("3.11.0", "good"), ("3.13.9", "good"), ("3.14.0", "bad")]
+    ("version", "state"), [("3.10.4", "error"), ("3.11.0", "ok"), ("3.13.9", "ok"), ("3.14.0", "error")]
 )
 def test_python_versions(version: str, state: str) -> None:
     assert doctor.check_python(version, ">=3.11,<3.14").state == state
 
 
 def test_systems() -> None:
-    assert doctor.check_system("Linux", "6.1", True).state == "good"
-    assert doctor.check_system("Darwin", "24", True).state == "note"
-    assert doctor.check_system("Windows", "11", False).state == "bad"
+    assert doctor.check_system("Linux", "6.1", True).state == "ok"
+    assert doctor.check_system("Darwin", "24", True).state == "warning"
+    assert doctor.check_system("Windows", "11", False).state == "error"
 
 
 def test_libraries_that_are_missing_or_old_come_with_a_command() -> None:
     wanted = [Requirement("numpy>=1"), Requirement("rich>=1000"), Requirement("no-such-library>=2")]
     found = doctor.check_libraries(wanted)
-    assert found.state == "bad"
+    assert found.state == "error"
     assert found.remedy == "pip install 'rich>=1000' 'no-such-library>=2'"
     assert doctor.check_libraries(wanted[:1]).what.startswith("numpy ")
 
@@ -218,20 +219,20 @@ def fake_torch(cuda: str | None, available: Any, compute: Any = None) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("torch", "has_card", "state", "says"),
+    ("torch", "has_gpu", "state", "says"),
     [
-        (fake_torch(None, False), False, "good", "compute on the CPU"),
-        (fake_torch(None, False), True, "note", "built without CUDA"),
-        (fake_torch("13.0", True), True, "good", "CUDA 13.0: Card 0, Card 1"),
-        (fake_torch("13.0", False), False, "good", "no GPU"),
-        (fake_torch("13.0", False), True, "note", "CUDA_VISIBLE_DEVICES is ''"),
-        (fake_torch("13.0", UserWarning("driver too old")), True, "note", "driver too old"),
-        (fake_torch("13.0", RuntimeError("no driver\nlong story")), False, "bad", "no driver"),
-        (fake_torch("13.0", True, RuntimeError("no kernel image\nlong story")), True, "bad", "no kernel image"),
+        (fake_torch(None, False), False, "ok", "runs on the CPU"),
+        (fake_torch(None, False), True, "warning", "built without CUDA"),
+        (fake_torch("13.0", True), True, "ok", "CUDA 13.0: Card 0, Card 1"),
+        (fake_torch("13.0", False), False, "ok", "no GPU"),
+        (fake_torch("13.0", False), True, "warning", "CUDA_VISIBLE_DEVICES is ''"),
+        (fake_torch("13.0", UserWarning("driver too old")), True, "warning", "driver too old"),
+        (fake_torch("13.0", RuntimeError("no driver\nlong story")), False, "error", "no driver"),
+        (fake_torch("13.0", True, RuntimeError("no kernel image\nlong story")), True, "error", "no kernel image"),
     ],
 )
-def test_a_broken_gpu_is_a_line(torch: Any, has_card: bool, state: str, says: str) -> None:
-    found = doctor.check_torch(lambda: torch, has_card)
+def test_a_broken_gpu_is_a_line(torch: Any, has_gpu: bool, state: str, says: str) -> None:
+    found = doctor.check_torch(lambda: torch, has_gpu)
     assert found.state == state
     assert says in found.what
     assert "story" not in found.what
@@ -242,16 +243,15 @@ def test_a_torch_that_does_not_load_is_a_line() -> None:
         raise OSError("libcudart.so.12: cannot open shared object file")
 
     found = doctor.check_torch(load, False)
-    assert (found.state, found.remedy) == ("bad", "pip install --force-reinstall torch")
+    assert (found.state, found.remedy) == ("error", "pip install --force-reinstall torch")
     assert "libcudart" in found.what
 
 
 def test_cores_that_are_not_this_process_s() -> None:
-    assert doctor.check_cores(8, 8).state == "good"
+    assert doctor.check_cores(8, 8).state == "ok"
     found = doctor.check_cores(64, 2.5)
-    assert (found.state, found.remedy) == ("note", "shoal train experiment.yaml actors=2")
+    assert (found.state, found.remedy) == ("warning", "")
     assert "2.5 of 64" in found.what
-    assert doctor.check_cores(64, 0.5).remedy.endswith("actors=1")
 
 
 def test_cores_of_a_process_that_may_not_run_on_all_for_real() -> None:
@@ -259,29 +259,29 @@ def test_cores_of_a_process_that_may_not_run_on_all_for_real() -> None:
     if total < 2 or not hasattr(os, "sched_setaffinity"):
         pytest.skip("a machine with one core has none to forbid")
     (found,) = told("--", "cores", preexec_fn=lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}))
-    assert found.state == "note"
+    assert found.state == "warning"
     assert f"1 of {total}" in found.what
 
 
 def test_little_memory_is_noted() -> None:
-    assert doctor.check_memory(16 * GB, 8).state == "good"
+    assert doctor.check_memory(16 * GB, 8).state == "ok"
     found = doctor.check_memory(GB, 8)
-    assert found.state == "note"
+    assert found.state == "warning"
     assert "1.0 GB available" in found.what
     assert "2.0 GB" in found.what
 
 
 def test_open_files() -> None:
-    assert doctor.check_files(1024, 64).state == "good"
-    assert doctor.check_files(1023, 64).state == "note"
-    assert doctor.check_files(doctor.FILES + 64 * doctor.FILES_PER_ACTOR - 1, 64).state == "bad"
+    assert doctor.check_files(1024, 64).state == "ok"
+    assert doctor.check_files(1023, 64).state == "warning"
+    assert doctor.check_files(doctor.FILES + 64 * doctor.FILES_PER_ACTOR - 1, 64).state == "error"
 
 
 def test_processes() -> None:
     assert doctor.check_tasks(None, 64).what == "no limit"
-    assert doctor.check_tasks(10_000, 64).state == "good"
+    assert doctor.check_tasks(10_000, 64).state == "ok"
     found = doctor.check_tasks(100, 64)
-    assert found.state == "bad"
+    assert found.state == "error"
     assert "ulimit -u" in found.remedy
 
 
@@ -289,17 +289,17 @@ def test_a_taken_port_is_noted() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         found = doctor.check_ports(port)
-        assert (found.state, found.remedy) == ("note", f"tensorboard --logdir runs --port {port + 1}")
-    assert doctor.check_ports(port).state == "good"
+        assert (found.state, found.remedy) == ("warning", f"tensorboard --logdir runs --port {port + 1}")
+    assert doctor.check_ports(port).state == "ok"
 
 
 def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
-    assert doctor.check_disk(tmp_path).state in ("good", "note")
+    assert doctor.check_disk(tmp_path).state in ("ok", "warning")
     assert not list(tmp_path.iterdir())
     found = doctor.check_disk(tmp_path / "missing")
-    assert found.state == "bad"
+    assert found.state == "error"
     assert "--run-dir" in found.remedy
-    assert doctor.check_disk(Path("/proc")).state == "bad"
+    assert doctor.check_disk(Path("/proc")).state == "error"
 
 
 def test_terminals() -> None:
@@ -308,23 +308,23 @@ def test_terminals() -> None:
         return found.state, found.what
 
     wide = state(file=io.StringIO(), force_terminal=True, width=100, color_system="256")
-    assert wide == ("good", "100 columns, of which progress takes 80; colours: 256")
-    assert state(file=io.StringIO(), force_terminal=True, width=60, color_system=None)[0] == "note"
+    assert wide == ("ok", "100 columns (the panel wants 80); colours: 256")
+    assert state(file=io.StringIO(), force_terminal=True, width=60, color_system=None)[0] == "warning"
     assert state(file=io.StringIO())[1].startswith("none")
-    assert state(file=io.TextIOWrapper(io.BytesIO(), encoding="ascii"))[0] == "note"
+    assert state(file=io.TextIOWrapper(io.BytesIO(), encoding="ascii"))[0] == "warning"
 
 
 def test_games_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor.check_games().state == "good"
+    assert doctor.check_games().state == "ok"
     monkeypatch.setenv("ALE_ROMS_DIR", str(tmp_path))
     found = doctor.check_games()
-    assert found.state == "note"
+    assert found.state == "warning"
     assert str(tmp_path) in found.what
 
 
 def test_git() -> None:
-    assert doctor.check_git(b"git version 2.39.5\n") == Finding("git", "good", "2.39.5")
-    assert doctor.check_git(None).state == "note"
+    assert doctor.check_git(b"git version 2.39.5\n") == Finding("git", "ok", "2.39.5")
+    assert doctor.check_git(None).state == "warning"
 
 
 def test_a_process_that_shares_memory_leaves_nothing_open() -> None:
@@ -343,7 +343,7 @@ def test_extras_come_from_the_package() -> None:
 
 def test_limits_of_processes_count_those_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = {"pids.max": ["300", "max"], "pids.current": ["40", "41"]}
-    monkeypatch.setattr("shoal.runs.provenance.in_groups", lambda name: iter(groups[name]))
+    monkeypatch.setattr("shoal.core.machine.in_groups", lambda name: iter(groups[name]))
     monkeypatch.setattr("os.getuid", lambda: 0)
     assert doctor.free_tasks() == 260
     monkeypatch.undo()
@@ -351,7 +351,7 @@ def test_limits_of_processes_count_those_that_are_there(monkeypatch: pytest.Monk
 
 
 def test_an_own_limit_of_processes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.runs.provenance.in_groups", lambda name: iter(()))
+    monkeypatch.setattr("shoal.core.machine.in_groups", lambda name: iter(()))
     monkeypatch.setattr("resource.getrlimit", lambda kind: (100, 100))
     monkeypatch.setattr(doctor, "own_tasks", lambda: 30)
     monkeypatch.setattr("os.getuid", lambda: 1000)

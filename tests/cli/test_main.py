@@ -1,4 +1,4 @@
-"""The command line as a user meets it: what it prints, what it writes, and what it says to slips."""
+"""The command line as a user meets it: what it prints, what it writes, and how it answers mistakes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import shoal
 from shoal.cli.main import main
 from shoal.transport.certificates import fingerprint
 
-CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 CARTPOLE = str(CONFIGS / "ppo_cartpole.yaml")
 
 
@@ -64,7 +64,7 @@ SLIPS = {
     ("train", CARTPOLE, "environment.id=ALE/Pog-v5"): "ALE/Pong-v5",
     ("train", CARTPOLE, "steps"): "key=value",
     ("train", CARTPOLE, "steps=many"): "integer",
-    ("evaluate", "latest"): "there is none in runs/",
+    ("evaluate", "latest"): "runs/ has none",
     ("list", "algorithm"): "algorithms",
     ("config", CARTPOLE, "checkpoints.kep=2"): "keep",
     ("node",): "--listen, --join or a file",
@@ -72,8 +72,8 @@ SLIPS = {
     ("node", "--init", "--folder", "t", "--for", "u"): "there is no trust folder t",
     ("node", "--join", "127.0.0.1:7700", "--link", "gprc"): "did you mean 'grpc'",
     ("bench", "engines", "proceses"): "did you mean 'processes'",
-    ("bench", "scale", "--world", "chess"): "choose one of cartpole, pong",
-    ("bench", "scale", "--actors", "1,x"): "give numbers from 1 on",
+    ("bench", "scale", "--env", "chess"): "choose one of cartpole, pong",
+    ("bench", "scale", "--actors", "1,x"): "give whole numbers from 1 up",
 }
 
 
@@ -156,13 +156,13 @@ def test_node_makes_trust_for_this_machine_and_for_others(shell: Any, tmp_path: 
     words = ("node", "--init", "--folder", "trust")
     code, output, _ = shell(*words, "--name", "node1", "--name", "10.0.0.1")
     assert code == 0
-    assert f"made {tmp_path}/trust: ca.key, ca.pem, node.key, node.pem, token" in output
-    assert "for node1, 10.0.0.1, localhost, 127.0.0.1, ::1; until " in output
+    assert f"created {tmp_path}/trust: ca.key, ca.pem, node.key, node.pem, token" in output
+    assert "for node1, 10.0.0.1, localhost, 127.0.0.1, ::1; valid until " in output
     assert f"fingerprint: {fingerprint(tmp_path / 'trust' / 'node.pem')}" in output
     assert "shoal node --init --folder trust --for DIR" in output
     code, output, _ = shell(*words, "--for", "other", "--name", "node2")
     assert code == 0
-    assert f"made {tmp_path}/other: ca.pem, node.key, node.pem, token" in output
+    assert f"created {tmp_path}/other: ca.pem, node.key, node.pem, token" in output
     assert f"fingerprint: {fingerprint(tmp_path / 'other' / 'node.pem')}" in output
     assert "copy this folder to ~/.shoal/trust on the other machine" in output
     assert (tmp_path / "trust" / "token").read_text() not in output
@@ -198,7 +198,7 @@ def test_node_takes_the_name_of_this_machine_and_the_folder_in_the_home(
     monkeypatch.setattr(socket, "gethostname", lambda: "node7")
     code, output, _ = shell("node", "--init")
     assert code == 0
-    assert f"made {tmp_path}/.shoal/trust:" in output
+    assert f"created {tmp_path}/.shoal/trust:" in output
     assert "for node7, localhost" in output
 
 

@@ -111,16 +111,16 @@ def test_a_line_of_the_terminal_stays_free(name, width):
 def test_every_figure_has_its_place(width):
     lines = lines_of(view(), width)
     told = """
-        time spent = 1:02:03; time left = 1:15:51; updates = 2,812; steps/s = 12,346; updates/s = 77.12;
+        elapsed = 1:02:03; time left = 1:15:51; updates = 2,812; steps/s = 12,346; updates/s = 77.12;
         episodes = 1,789; training return = 312.46; mean length = 298 steps; faults = 3; checkpoint step = 400,000;
-        checkpoint age = 0:01:15; queue filled = 72 % ━━━╸─; last evaluation = 410.00; best evaluation = 480.00;
+        checkpoint age = 0:01:15; queue fill = 72 % ━━━╸─; last evaluation = 410.00; best evaluation = 480.00;
         target = 475.00; policy loss = -0.0123; value loss = 3.2000; entropy = 0.5120; gradient norm = 41.50;
         learning rate = 6.0e-04; policy lag = 1.3 versions"""
     expected = dict(pair.strip().split(" = ") for pair in told.split(";"))
     assert {label: value_of(lines, label) for label in expected} == expected
     assert re.search(r"evaluations +3  ▁█▇", "\n".join(lines))
     assert "450,000 / 1,000,000" in "".join(lines)
-    assert (lines[1][:8], lines[-1]) == (" 45 % ━━", "newest problem  actor-1: no disk")
+    assert (lines[1][:8], lines[-1]) == (" 45 % ━━", "last warning  actor-1: no disk")
 
 
 def test_a_usual_run_fits_a_usual_terminal():
@@ -159,23 +159,23 @@ def test_a_short_terminal_loses_the_workers_first_and_keeps_the_problem():
     lines = lines_of(view(), 80, 12)
     assert not [line for line in lines if "learner" in line]
     assert value_of(lines, "policy lag") == "1.3 versions"
-    assert lines[-1] == "newest problem  actor-1: no disk"
+    assert lines[-1] == "last warning  actor-1: no disk"
     for height in range(1, 30):
         names = [line.split()[0] for line in lines_of(view(3), 80, height) if line]
         assert len({"worker", "learner", "evaluator"} & {*names}) in (0, 3)
     lines = lines_of(view(), 80, 7)
     assert len(lines) == 6
     assert value_of(lines, "steps/s") == "12,346"
-    assert lines[-1] == "newest problem  actor-1: no disk"
+    assert lines[-1] == "last warning  actor-1: no disk"
 
 
 def test_nodes_are_lines_with_the_rates_of_their_workers():
     lines = lines_of(on_nodes(2, away=("node-1",)), 100)
     (one,), (other,) = ([line for line in lines if line.startswith(f"on node-{index} ")] for index in (0, 1))
     assert one.endswith("min  50 mean  50 max  50  60.00 moves/s, waits  25 % for store.put")
-    assert "away, 60.00 moves/s" in other
+    assert "disconnected, 60.00 moves/s" in other
     (worker,) = [line for line in lines if line.startswith("group-1/gradient-0 ")]
-    assert "away, 30.00 moves/s, waits  25 % for store.put" in worker
+    assert "disconnected, 30.00 moves/s, waits  25 % for store.put" in worker
     (learner,) = [line for line in lines if line.startswith("learner ")]
     assert "moves/s" not in learner
     assert not [line for line in lines_of(view(), 100) if line.startswith("on ")]
@@ -193,7 +193,7 @@ def test_what_is_missing_is_a_dash(width):
         lines = lines_of(state, width)
         for label in ("time left", "training return", "best evaluation", "target", "policy loss", "policy lag"):
             assert value_of(lines, label) == "–"
-        assert lines[-1] == "newest problem  –"
+        assert lines[-1] == "last warning  –"
         assert not re.search(r"None|nan", "\n".join(lines))
 
 
@@ -211,12 +211,12 @@ def test_values_out_of_bounds_do_no_harm():
     state = view(evaluations=[{"mean": float("nan")}, {"mean": 7.0}, {"mean": None}])
     assert value_of(lines_of(state, 80), "best evaluation") == "7.0000"
     assert value_of(lines_of(state, 80), "last evaluation") == "–"
-    assert value_of(lines_of(view(metrics={"queue": 1.7}), 80), "queue filled") == "100 % ━━━━━"
-    assert value_of(lines_of(view(metrics={"queue": -3.0}), 80), "queue filled") == "0 % ─────"
+    assert value_of(lines_of(view(metrics={"queue": 1.7}), 80), "queue fill") == "100 % ━━━━━"
+    assert value_of(lines_of(view(metrics={"queue": -3.0}), 80), "queue fill") == "0 % ─────"
     lines = lines_of(view(metrics={f"metric_{index}": float(index) for index in range(30)}), 80)
-    assert (value_of(lines, "metric 10"), value_of(lines, "further metrics")) == ("10.00", "19")
+    assert (value_of(lines, "metric 10"), value_of(lines, "more metrics")) == ("10.00", "19")
     lines = lines_of(view(workers={"a": {"working": 1.0}}), 80)
-    assert lines[-4:-2] == ["worker  computing, % of time", f"a       100 % {'━' * 18}  –"]
+    assert lines[-4:-2] == ["worker  busy, % of time", f"a       100 % {'━' * 18}  –"]
 
 
 def test_all_is_done_only_when_all_is_done():
@@ -239,7 +239,7 @@ def test_a_long_title_is_cut(width):
 def test_the_panel_does_not_jitter(width):
     metrics = {name: -value / 7e4 for name, value in view()["metrics"].items()}
     later = view(steps=7, steps_per_s=7.0, updates=99, faults=0, left=None, checkpoint=None, metrics=metrics)
-    labels = "time left|updates/s|episodes|faults|queue filled|target|entropy|policy lag|actor-0|waits|evaluator| / "
+    labels = "time left|updates/s|episodes|faults|queue fill|target|entropy|policy lag|actor-0|waits|evaluator| / "
 
     def places(state):
         lines = lines_of(state, width)

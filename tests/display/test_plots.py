@@ -104,7 +104,7 @@ def test_curve_shows_returns_target_and_every_metric(tmp_path, drawn):
     ticks = [label.get_text() for label in top.get_xticklabels()]
     assert {"0", "200k", "1M"} <= set(ticks)
     assert [axes.get_title() for axes in small] == [
-        *("policy loss", "value loss", "entropy", "lag", "queue", "learning rate", "own thing"),
+        *("policy loss", "value loss", "entropy", "policy lag", "queue", "learning rate", "own thing"),
         *("speed", "updates"),  # no row tells the length of an episode
     ]
     speed = small[7]

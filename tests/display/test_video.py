@@ -100,7 +100,7 @@ def test_a_film_needs_frames(tmp_path):
 @pytest.mark.parametrize(
     ("frame", "words"),
     [
-        (plain(0, 242), r"keeps its size: the first frame was \(240, 320, 3\), this one is \(242, 320, 3\)"),
+        (plain(0, 242), r"must have the same size: the first was \(240, 320, 3\), this one is \(242, 320, 3\)"),
         (np.zeros((240, 320), np.uint8), r"must be uint8 \[H, W, 3\], not uint8 \[240, 320\]"),
         (np.zeros((240, 320, 4), np.uint8), r"not uint8 \[240, 320, 4\]"),
         (np.zeros((240, 320, 3)), "not float64"),

@@ -350,7 +350,7 @@ def test_no_picture_without_asking_or_before_a_reset():
         envs.render()
     envs.close()
     envs = make(Environment(id="ALE/Pong-v5"), 1, seed=0, render=True)
-    with pytest.raises(Fatal, match=r"no picture before reset\(\)"):
+    with pytest.raises(Fatal, match=r"cannot be rendered before reset\(\)"):
         envs.render()
     envs.close()
 

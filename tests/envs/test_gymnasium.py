@@ -193,9 +193,9 @@ def test_a_missing_module():
 
 
 def test_wrong_arguments():
-    with pytest.raises(Fatal, match=r"could not make CartPole-v1: TypeError.*'wheels'"):
+    with pytest.raises(Fatal, match=r"cannot create CartPole-v1: TypeError.*'wheels'"):
         make(Environment(id="CartPole-v1", arguments={"wheels": 3}), 1, seed=0)
-    with pytest.raises(Fatal, match=r"could not make Catch: TypeError.*'wheels'"):
+    with pytest.raises(Fatal, match=r"cannot create Catch: TypeError.*'wheels'"):
         make(Environment(id="Catch", arguments={"wheels": 3}), 1, seed=0)
 
 
@@ -286,20 +286,20 @@ def test_pictures_change_nothing():
 def test_no_picture_without_asking_or_before_a_reset():
     envs = make(Environment(id="CartPole-v1"), 1, seed=0)
     envs.reset()
-    with pytest.raises(Fatal, match="CartPole-v1 cannot be pictured: it was made without `render=True`"):
+    with pytest.raises(Fatal, match="CartPole-v1 cannot be rendered: it was created without `render=True`"):
         envs.render()
     envs.close()
     envs = make(Environment(id="CartPole-v1"), 1, seed=0, render=True)
-    with pytest.raises(Fatal, match=r"no picture before reset\(\)"):
+    with pytest.raises(Fatal, match=r"cannot be rendered before reset\(\)"):
         envs.render()
     envs.close()
 
 
 def test_environments_that_draw_nothing_are_refused(drawings):
-    with pytest.raises(Fatal, match=r"Hidden-v0 cannot be pictured: its render modes are \['human', 'ansi'\]"):
+    with pytest.raises(Fatal, match=r"Hidden-v0 cannot be rendered: its render modes are \['human', 'ansi'\]"):
         make(Environment(id="Hidden-v0"), 1, seed=0, render=True)
     assert Drawing.closed == 1
-    with pytest.raises(Fatal, match="Blind-v0 cannot be pictured: it takes no `render_mode`"):
+    with pytest.raises(Fatal, match="Blind-v0 cannot be rendered: it takes no `render_mode`"):
         make(Environment(id="Blind-v0"), 1, seed=0, render=True)
     for id in ("Hidden-v0", "Blind-v0"):
         make(Environment(id=id), 1, seed=0).close()
@@ -312,7 +312,7 @@ def test_environments_that_draw_nothing_are_refused(drawings):
         (np.zeros((4, 5, 4), np.uint8), r"gives uint8 \[4, 5, 4\]"),
         (np.zeros((4, 5, 3)), r"gives float64 \[4, 5, 3\]"),
         (np.zeros((4, 5), np.uint8), r"gives uint8 \[4, 5\]"),
-        (RuntimeError("no light"), "could not be pictured: RuntimeError: no light"),
+        (RuntimeError("no light"), "cannot be rendered: RuntimeError: no light"),
         (ModuleNotFoundError("No module named 'pygame'"), r"not installed: pip install 'shoal\[video\]'"),
         (ModuleNotFoundError("No module named 'easel'"), "not installed: No module named 'easel'"),
     ],

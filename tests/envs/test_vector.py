@@ -278,7 +278,7 @@ def test_a_first_observation_that_is_not_finite_ends_the_run_at_once():
 
 def test_an_environment_that_cannot_be_made_closes_those_that_were():
     made = iter([Faulty, Faulty])
-    with pytest.raises(Fatal, match="could not make Faulty: StopIteration"):
+    with pytest.raises(Fatal, match="cannot create Faulty: StopIteration"):
         Vector("Faulty", lambda: next(made)(), 3, 7, 5, {})
     assert Faulty.alive == 0
 

@@ -107,7 +107,7 @@ def test_a_damaged_one_gives_way_to_the_one_before(tmp_path: Path, damage: str) 
     file.write_bytes(file.read_bytes()[:-3])
     assert checkpoints.load(exact=False)["state"]["steps"] == 1  # type: ignore[index]
     if damage != "optimizer.safetensors":
-        with pytest.raises(ShoalError, match="cannot be read"):
+        with pytest.raises(ShoalError, match="cannot read checkpoint"):
             checkpoint.read(tmp_path / "checkpoints" / "step_2")
 
 

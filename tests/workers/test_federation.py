@@ -48,7 +48,7 @@ def test_all_groups_take_part_and_the_run_ends_after_its_steps(tmp_path: Path) -
     assert rows[-1]["steps"] >= 4_000
     share = [row["metrics"]["share"] for row in rows if "share" in row["metrics"]]
     assert 0 < min(share) < 1  # neither group has it all its way
-    assert rows[-1]["metrics"]["megabytes_sent"] > 0
+    assert rows[-1]["metrics"]["sent_mb"] > 0
 
 
 class TestDelegate:

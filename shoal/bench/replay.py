@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
+import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,9 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from shoal.bench import peers
+from shoal.bench.measuring import Effort, Row, Tables
+from shoal.core.errors import ShoalError
 from shoal.core.settings import Replaying
 from shoal.services.replay import Replay
 
+log = logging.getLogger("shoal")
 BATCH = 256
 CHUNK = 256  # items per put
 SIZES = {"cartpole": 1_000_000, "atari": 100_000}
@@ -70,7 +73,7 @@ def rate(work: Callable[[], Any], seconds: float) -> float:
     return calls / spent
 
 
-def measure(kind: str, compress: bool, seconds: float, size: int) -> dict[str, Any]:
+def measure(kind: str, compress: bool, seconds: float, size: int) -> Row:
     """Fill our replay, then time it."""
     random = np.random.default_rng(0)
     stream = {"cartpole": cartpole, "atari": atari}[kind](random)
@@ -106,45 +109,34 @@ def measure(kind: str, compress: bool, seconds: float, size: int) -> dict[str, A
     }
 
 
-def peers(folder: Path, kind: str, seconds: float) -> list[dict[str, Any]]:
-    """The same of other libraries, in an environment of their own."""
-    found = []
+def others(folder: Path, kind: str, seconds: float) -> Iterator[Row]:
+    """The same of other libraries, in a virtual environment of their own."""
     for name in PEERS:
         if name == "cpprb-stack" and kind == "cartpole":
             continue
-        python = folder / "rb" / "bin" / "python"
-        if not python.exists():
-            print(f"{name}: skipped, there is no {python}")
+        try:
+            words = ["replay.py", "--lib", name, "--env", kind, "--seconds", str(seconds)]
+            found = peers.drive(folder, "rb", words)
+        except ShoalError as error:
+            log.warning("%s: skipped: %s", name, error)
             continue
-        words = [str(python), str(folder / "replay.py"), "--lib", name, "--env", kind, "--seconds", str(seconds)]
-        done = subprocess.run(words, capture_output=True, text=True, cwd=folder, check=False)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        if not lines:
-            print(f"{name}: skipped, {done.stderr.strip().splitlines()[-1:]}")
-            continue
-        told = json.loads(lines[-1])
-        found.append(
-            {
-                "store": name,
-                "kind": kind,
-                "inserts_per_s": round(told.get("insert_batched_per_s", 0)),
-                "samples_per_s": round(told["sample_per_s"]),
-                "updates_per_s": round(told.get("update_per_s", 0)),
-                "cycles_per_s": round(told.get("sample_update_cycles_per_s", 0)),
-                "bytes_per_item": None,
-            }
-        )
-    return found
+        yield {
+            "store": name,
+            "kind": kind,
+            "inserts_per_s": round(found.get("insert_batched_per_s", 0)),
+            "samples_per_s": round(found["sample_per_s"]),
+            "updates_per_s": round(found.get("update_per_s", 0)),
+            "cycles_per_s": round(found.get("sample_update_cycles_per_s", 0)),
+            "bytes_per_item": None,
+        }
 
 
-def measure_all(seconds: float, folder: Path | None, smallest: bool = False) -> list[dict[str, Any]]:
-    """Measure ours, and others where they are."""
-    rows = []
+def replay(effort: Effort) -> Tables:
+    """Measure ours, and the peers' where there is a folder of them."""
+    rows, seconds = [], min(effort.seconds, 3.0)
     for kind, size in SIZES.items():
-        size = 2 * CHUNK if smallest else size
-        rows.append(measure(kind, False, seconds, size))
-        if kind == "atari":
-            rows.append(measure(kind, True, seconds, size))
-        if folder is not None:
-            rows += peers(folder, kind, seconds)
-    return rows
+        for compress in (False, True)[: 1 + (kind == "atari")]:
+            rows.append(measure(kind, compress, seconds, 2 * CHUNK if effort.smallest else size))
+        if effort.peers is not None:
+            rows += others(effort.peers, kind, seconds)
+    return {"replay": rows}

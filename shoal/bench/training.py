@@ -6,21 +6,21 @@ import json
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import psutil
+from shoal.bench.measuring import Row, config_file, core_seconds, launch, library
+from shoal.core.errors import ShoalError
 
 WARMUP = 5.0  # seconds after the first update in which caches fill and queues find their level
 PROGRESS = re.compile(r"%  step ([\d,]+)  ")
 # The lines of progress are the clock, so they come often.
 ENDLESS = ("steps=1000000000000", "evaluation.every=1000000000000", "log_every=0.25")
-# Peers begin to learn after so many steps; how full the replay is does not change the rate.
+# Peers begin to learn after this many steps; how full the replay is does not change the rate.
 CHANGES: dict[str, dict[str, Any]] = {"dqn_pong": {"algorithm.replay.minimum": 2_000}}
-# Just enough to see that all of it runs.
+# Just enough to see that everything runs.
 SMALLEST: dict[str, dict[str, Any]] = {
     "impala_cartpole": {"actors": 1},
     "impala_pong": {"envs": 1, "algorithm.batch": 2, "algorithm.unroll": 4},
@@ -31,33 +31,32 @@ SMALLEST: dict[str, dict[str, Any]] = {
 
 
 def changes(config: str, smallest: bool) -> dict[str, Any]:
-    """What is measured otherwise than the config says."""
+    """What is changed in a config to measure it."""
     return (SMALLEST if smallest else CHANGES).get(config, {})
 
 
-def command(config: str, directory: str, *overrides: str) -> list[str]:
-    """The command line that trains a config of this repository."""
-    shoal = Path(sys.executable).with_name("shoal")
-    return [str(shoal), "train", f"configs/{config}.yaml", *overrides, "--run-dir", directory]
+def train(config: str, directory: str, *overrides: str) -> subprocess.Popen[str]:
+    """Start `shoal train` with a config that comes with Shoal; its progress can be read from standard error."""
+    words = ("train", config_file(config), *overrides, "--run-dir", directory)
+    return launch(*words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
-def usage(root: int) -> tuple[dict[str, Any], dict[int, float]]:
-    """Memory of a process and its descendants, and seconds of core-time by process."""
-    head = psutil.Process(root)
+def usage(root: int) -> tuple[Row, dict[int, float]]:
+    """Memory of a process and its descendants, and the CPU time of each process."""
+    head = library().Process(root)
     tree = [head, *head.children(recursive=True)]
-    memory, times = [each.memory_full_info() for each in tree], [each.cpu_times() for each in tree]
+    memory = [each.memory_full_info() for each in tree]
     held = {f"{kind}_mb": sum(getattr(each, kind) for each in memory) / 1e6 for kind in ("rss", "pss")}
-    spent = {process.pid: each.user + each.system for process, each in zip(tree, times, strict=True)}
-    return held | {"processes": len(tree)}, spent
+    return held | {"processes": len(tree)}, {each.pid: core_seconds(each) for each in tree}
 
 
-def measure(config: str, seconds: float, smallest: bool = False) -> dict[str, Any]:
-    """Train for so many seconds after the warm-up, then interrupt; the rate runs from update to update."""
+def measure(config: str, seconds: float, smallest: bool = False) -> Row:
+    """Train for these seconds after the warm-up, then interrupt; the rate runs from update to update."""
     with tempfile.TemporaryDirectory() as directory:
         launched = time.monotonic()
-        others = [f"{key}={value}" for key, value in changes(config, smallest).items()]
-        words = command(config, directory, *ENDLESS, *others)
-        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        process = train(
+            config, directory, *ENDLESS, *(f"{key}={value}" for key, value in changes(config, smallest).items())
+        )
         try:
             found = _watch(process, launched, 0.0 if smallest else WARMUP, seconds)
             process.send_signal(signal.SIGINT)
@@ -75,7 +74,7 @@ def measure(config: str, seconds: float, smallest: bool = False) -> dict[str, An
     return found | {"workers": rows}
 
 
-def _watch(process: subprocess.Popen[str], launched: float, warmup: float, seconds: float) -> dict[str, Any]:
+def _watch(process: subprocess.Popen[str], launched: float, warmup: float, seconds: float) -> Row:
     """Read the progress until the window closes."""
     lines: list[str] = []
     steps = begin_steps = 0
@@ -96,19 +95,19 @@ def _watch(process: subprocess.Popen[str], launched: float, warmup: float, secon
             rate = (steps - begin_steps) / window
             found = {"steps_per_s": rate, "first_update_s": first - launched, "window_s": window, **held}
             return found | {"cores": sum(used.values()), "used": used}
-    raise RuntimeError("training ended before it was measured:\n" + "".join(lines[-20:]))
+    raise ShoalError("training ended before it was measured:\n" + "".join(lines[-20:]))
 
 
-def solve(config: str, seed: int, *overrides: str) -> dict[str, Any]:
+def solve(config: str, seed: int, *overrides: str) -> Row:
     """Seconds from the start of the command to its end, which comes when an evaluation reaches the target."""
     with tempfile.TemporaryDirectory() as directory:
         launched = time.monotonic()
-        subprocess.run(command(config, directory, f"seed={seed}", *overrides), capture_output=True)
+        process = train(config, directory, f"seed={seed}", *overrides)
+        try:
+            process.communicate()
+        finally:
+            process.kill()
+            process.wait()
         seconds = time.monotonic() - launched
         summary = json.loads((Path(directory) / "summary.json").read_text())
-    return {
-        "who": config,
-        "seed": seed,
-        "seconds": seconds,
-        **{key: summary[key] for key in ("steps", "solved")},
-    }
+    return {"who": config, "seed": seed, "seconds": seconds, "steps": summary["steps"], "solved": summary["solved"]}

@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from bench import training
+from shoal.bench import training
+from shoal.bench.measuring import Row, config_file
 
 
-def limits(config: str, seconds: float, smallest: bool = False) -> dict[str, Any]:
+def limits(config: str, seconds: float, smallest: bool = False) -> Row:
     """Rates of the bare environment on one core and on all, core-time per step, and the rate it allows."""
     cores = sorted(os.sched_getaffinity(0))[: 1 if smallest else None]
     changes = training.changes(config, smallest)
@@ -57,18 +58,18 @@ def _measure(config: str, seconds: float, changes: dict[str, Any], barrier: Any,
     from shoal import envs
     from shoal.experiment import load
 
-    experiment = load(f"configs/{config}.yaml", {"steps": 10**12, "threads": 1, **changes})
-    worlds = envs.make(experiment.environment, experiment.envs, seed=core)
-    actions = np.random.randint(worlds.spec.action.size, size=(1000, worlds.size))
-    worlds.reset()
+    experiment = load(config_file(config), {"steps": 10**12, "threads": 1, **changes})
+    vector = envs.make(experiment.environment, experiment.envs, seed=core)
+    actions = np.random.randint(vector.spec.action.size, size=(1000, vector.size))
+    vector.reset()
     barrier.wait(timeout=120)
     count, start, spent = 0, time.perf_counter(), time.process_time()
     while (lasted := time.perf_counter() - start) < seconds:
-        worlds.step(actions[count % len(actions)])
+        vector.step(actions[count % len(actions)])
         count += 1
-    steps = count * worlds.size
+    steps = count * vector.size
     alone = {"rate": steps / lasted, "environment": (time.process_time() - spent) / steps}
-    worlds.close()
+    vector.close()
     barrier.wait(timeout=120)
     answers.put(alone | _take_turns(experiment, seconds))
 

@@ -1,10 +1,10 @@
-"""What a summary says to people."""
+"""The summary of a run as people read it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from shoal.run import tell
+from shoal.run import summary_text
 
 COUNTS = dict.fromkeys(("steps", "updates", "episodes", "faults", "seconds", "steps_per_s"), 10)
 ABOUT = {"algorithm": "a3c", "environment": "CartPole-v1", "engine": "cluster", "solved": None, "evaluations": []}
@@ -15,9 +15,9 @@ def summary(**workers: object) -> dict[str, object]:
     return {**COUNTS, **ABOUT, **REST, "workers": workers}
 
 
-def test_nodes_stand_with_their_workers_and_their_rates() -> None:
+def test_nodes_are_listed_with_their_workers_and_their_rates() -> None:
     there = {"working": 0.9, "waits": {}, "moves_per_s": 20.25, "node": "one:7700", "away": False}
-    text = tell(
+    text = summary_text(
         Path("run"),
         summary(
             learner={"working": 0.5, "waits": {"store.get": 0.4}, "moves_per_s": 3.0},
@@ -27,21 +27,23 @@ def test_nodes_stand_with_their_workers_and_their_rates() -> None:
         ),
     )
     lines = text.splitlines()
-    assert "learner: worked 50% of its time, waited 40% for store.get" in lines
-    assert "first on one:7700: worked 90% of its time" in lines
+    assert "learner: busy 50% of the time, waiting 40% for store.get" in lines
+    assert "first on one:7700: busy 90% of the time" in lines
     assert lines[-2:] == [
         "node one:7700: 2 workers, 40.5 moves/s",
-        "node two:7700: 1 worker, 20.2 moves/s, away at the end",
+        "node two:7700: 1 worker, 20.2 moves/s, disconnected at the end",
     ]
 
 
-def test_without_nodes_none_are_told() -> None:
-    text = tell(Path("run"), summary(learner={"working": 0.5, "waits": {}, "moves_per_s": 3.0}))
+def test_without_nodes_none_are_listed() -> None:
+    text = summary_text(Path("run"), summary(learner={"working": 0.5, "waits": {}, "moves_per_s": 3.0}))
     assert "node" not in text
 
 
-def test_steps_beyond_those_asked_for_are_told() -> None:
+def test_steps_beyond_those_requested_are_explained() -> None:
     worker = {"working": 0.5, "waits": {}, "moves_per_s": 3.0}
-    beyond = tell(Path("run"), {**summary(learner=worker), "steps": 7877, "steps_asked": 6000})
-    assert "7,877 steps (6,000 asked, but a batch is learned from as a whole) in" in beyond
-    assert "asked" not in tell(Path("run"), {**summary(learner=worker), "steps": 6000, "steps_asked": 6000})
+    beyond = summary_text(Path("run"), {**summary(learner=worker), "steps": 7877, "steps_requested": 6000})
+    assert "7,877 steps (6,000 requested, rounded up to whole batches) in" in beyond
+    assert "requested" not in summary_text(
+        Path("run"), {**summary(learner=worker), "steps": 6000, "steps_requested": 6000}
+    )

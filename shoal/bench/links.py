@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import queue
 import socket
 import tempfile
@@ -12,10 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from bench.calls import NATURE, ORDER, contest
+from shoal.bench.measuring import ORDER, Effort, Row, Tables, contest, payloads
 from shoal.core.tree import size_of
 from shoal.transport import tls
 from shoal.transport.certificates import Trust, initialise
@@ -28,15 +28,7 @@ SECONDS = 30.0  # that one call may take
 PLAIN: dict[str, Any] = {"compression": None, "max_size": None, "ping_interval": None}  # as our link has them
 
 
-def library() -> Any:
-    """The bare library, with connections of its own."""
-    import websockets.sync.client
-    import websockets.sync.server
-
-    return websockets
-
-
-class Shelf:
+class Echo:
     """The other machine's answers: it keeps what came last."""
 
     kept: Any = None
@@ -59,7 +51,7 @@ class Shelf:
         return self.kept if fetched else bytes(ORDER.size)
 
 
-BARE = Shelf()  # in the other process, for libraries that call functions
+BARE = Echo()  # in the other process, for libraries that call functions
 
 
 def bare_call(message: torch.Tensor) -> torch.Tensor:
@@ -70,26 +62,28 @@ def bare_call(message: torch.Tensor) -> torch.Tensor:
 
 def serve(pipe: Any, link: str, folder: str) -> None:
     """Be the other machine: listen with our link and with the bare library, until the pipe closes."""
-    shelf = Shelf()
+    echo = Echo()
     address = LOOPBACK
     if link == "torchrpc":
         with socket.create_server(split(LOOPBACK)) as free:
             address = "{}:{}".format(*free.getsockname())
     terms = Terms("listener", folder, link=link, rank=0, world=2)
-    gate = Gate(address, terms, lambda _: shelf.answer, lambda _, session: stay(session), print, certificates=True)
+    gate = Gate(address, terms, lambda _: echo.answer, lambda _, session: stay(session), print, certificates=True)
     pipe.send((gate.address, START[link](folder)))
     pipe.recv()
 
 
 def websockets_bare(folder: str) -> str:
     """A server of the bare websockets library."""
+    import websockets.sync.server
+
     context = tls.server_context(Trust.inside(Path(folder))) if folder else None
 
     def answer(connection: Any) -> None:
         for message in connection:
             connection.send(BARE.echo(message))
 
-    server = library().sync.server.serve(answer, *split(LOOPBACK), ssl=context, **PLAIN)
+    server = websockets.sync.server.serve(answer, *split(LOOPBACK), ssl=context, **PLAIN)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return "{}:{}".format(*server.socket.getsockname())
 
@@ -127,9 +121,11 @@ class BareWebsocket:
 
     def __init__(self, address: str, folder: str) -> None:
         """Connect."""
+        import websockets.sync.client
+
         context = tls.client_context(Trust.inside(Path(folder))) if folder else None
         url = f"{'wss' if context else 'ws'}://{address}"
-        self.connection = library().sync.client.connect(url, ssl=context, proxy=None, **PLAIN)
+        self.connection = websockets.sync.client.connect(url, ssl=context, proxy=None, **PLAIN)
 
     def call(self, message: bytes) -> None:
         """Send a message and wait for one."""
@@ -175,23 +171,19 @@ class BareRPC:
 CONTESTS: dict[str, Any] = {"websocket": BareWebsocket, "grpc": BareStream, "torchrpc": BareRPC}
 
 
-def links(seconds: float) -> dict[str, list[dict[str, Any]]]:
+def links(effort: Effort) -> Tables:
     """Time of small and large calls, and as multiples of what the bare library needs, without and with TLS."""
     rows = []
     with tempfile.TemporaryDirectory() as place:
         made = str(initialise(Path(place) / "trust").folder)
         for link, folder in [("websocket", ""), ("websocket", made), ("grpc", ""), ("grpc", made), ("torchrpc", "")]:
             name = f"{link}{', TLS' if folder else ''}"
-            rows += [{"link": name, **row} for row in measure(link, folder, seconds / 5)]
+            rows += [{"link": name, **row} for row in measure(link, folder, effort.seconds / 5)]
     return {"links": rows}
 
 
-def measure(link: str, folder: str, seconds: float) -> list[dict[str, Any]]:
+def measure(link: str, folder: str, seconds: float) -> list[Row]:
     """All contests over one kind of link."""
-    random = np.random.default_rng(0)
-    weights = {str(index): random.standard_normal(shape, np.float32) for index, shape in enumerate(NATURE)}
-    rollout = {"observation": random.integers(0, 256, (20, 1, 4, 84, 84), np.uint8)}
-    trees = {"rollout": rollout, "weights": weights}
     context = multiprocessing.get_context("spawn")
     pipe, end = context.Pipe()
     process = context.Process(target=serve, args=(end, link, folder), daemon=True)
@@ -202,15 +194,14 @@ def measure(link: str, folder: str, seconds: float) -> list[dict[str, Any]]:
         bare = CONTESTS[link](bare_at, folder)
         ask = partial(session.call, seconds=SECONDS)
         order = {verb: ORDER.pack(verb.encode(), 0) for verb in ("same", "get")}
-        rows = contest(
-            {"small": partial(ask, "same", 7), "bare": partial(bare.call, order["same"])}, ORDER.size, seconds / 5
-        )
-        for name, tree in trees.items():
+        contests = [("small", partial(ask, "same", 7), order["same"], ORDER.size)]
+        for name, tree in payloads().items():
             size = size_of(tree)
-            calls = {f"{name} put": partial(ask, "put", tree), "bare": partial(bare.call, random.bytes(size))}
-            rows += contest(calls, size, seconds / 5)
-            calls = {f"{name} fetched": partial(ask, "get"), "bare": partial(bare.call, order["get"])}
-            rows += contest(calls, size, seconds / 5)
+            contests += [(f"{name} put", partial(ask, "put", tree), os.urandom(size), size)]
+            contests += [(f"{name} fetched", partial(ask, "get"), order["get"], size)]
+        rows = []
+        for name, call, message, size in contests:
+            rows += contest({name: call, "bare": partial(bare.call, message)}, size, seconds / 5, ("bare",))
         session.close()
     finally:
         process.kill()

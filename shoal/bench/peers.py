@@ -6,7 +6,9 @@ import json
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
+
+from shoal.bench.measuring import Row
+from shoal.core.errors import ShoalError
 
 # Our config → peers on the same task: name, virtual environment, driver and its arguments.
 TRAINING = {
@@ -20,38 +22,33 @@ TRAINING = {
 SOLVING = "Stable-Baselines3 PPO"
 
 
-def drive(folder: Path, virtual: str, words: list[str]) -> dict[str, Any]:
+def drive(folder: Path, virtual: str, words: list[str]) -> Row:
     """Run a driver, and read the JSON line that it prints last."""
-    python = str(folder.absolute() / virtual / "bin" / "python")
+    python = folder.absolute() / virtual / "bin" / "python"
+    if not python.exists():
+        raise ShoalError(f"{words[0]} needs {python}, which does not exist")
     with tempfile.TemporaryDirectory() as scratch:
-        command = [python, *words, *([f"--dir={scratch}"] if virtual == "sf" else [])]
+        command = [str(python), *words, *([f"--dir={scratch}"] if virtual == "sf" else [])]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
-        raise RuntimeError(f"{words[0]} printed no result:\n{done.stderr[-2000:]}")
+        raise ShoalError(f"{words[0]} printed no result:\n{done.stderr[-2000:]}")
     return json.loads(lines[-1])  # type: ignore[no-any-return]
 
 
-def train(folder: Path, virtual: str, words: list[str], seconds: float) -> dict[str, Any]:
+def train(folder: Path, virtual: str, words: list[str], seconds: float) -> Row:
     """Steps per second and memory of a peer; drivers count memory in MiB."""
     found = drive(folder, virtual, [*words, "--env=ALE/Pong-v5", f"--seconds={seconds:g}"])
-    memory = {key: found[key] * 2**20 / 1e6 for key in ("rss_mb", "pss_mb")}
-    first = found["launch_to_first_train_s"]
     return {
         "steps_per_s": found["steps_per_s"],
-        "first_update_s": first,
-        **memory,
+        "first_update_s": found["launch_to_first_train_s"],
+        **{key: found[key] * 2**20 / 1e6 for key in ("rss_mb", "pss_mb")},
         "processes": found["processes"],
     }
 
 
-def solve(folder: Path, seed: int) -> dict[str, Any]:
+def solve(folder: Path, seed: int) -> Row:
     """Seconds from launch to a solved CartPole."""
     found = drive(folder, "sb3", ["solve_sb3.py", "--algo=ppo", f"--seed={seed}"])
-    seconds = found["launch_to_goal_s"]
-    return {
-        "who": SOLVING,
-        "seed": seed,
-        "seconds": seconds,
-        **{key: found[key] for key in ("steps", "solved")},
-    }
+    result = {"seconds": found["launch_to_goal_s"], "steps": found["steps"], "solved": found["solved"]}
+    return {"who": SOLVING, "seed": seed, **result}

@@ -1,1 +1,0 @@
-"""What Shoal costs and how fast it is, as ratios taken within one run."""

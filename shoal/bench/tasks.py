@@ -1,0 +1,73 @@
+"""Whole tasks, by us and by peers in turn: training speed beside its limit, and the time to solve CartPole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median, median_low
+
+from shoal.bench import peers, training
+from shoal.bench.limits import limits
+from shoal.bench.measuring import Effort, Row, Tables
+
+
+def cartpole(effort: Effort) -> Tables:
+    """IMPALA on CartPole."""
+    return train(effort, "impala_cartpole")
+
+
+def pong(effort: Effort) -> Tables:
+    """IMPALA and PPO on Pong."""
+    return train(effort, "impala_pong", "ppo_pong")
+
+
+def dqn(effort: Effort) -> Tables:
+    """DQN on Pong."""
+    return train(effort, "dqn_pong")
+
+
+def train(effort: Effort, *configs: str) -> Tables:
+    """Training speed; a row is the round of the median rate."""
+    bounds = {config: limits(config, min(effort.seconds, 5.0), effort.smallest) for config in configs}
+    rivals = [(config, *peer) for config in configs for peer in peers.TRAINING.get(config, ()) if effort.peers]
+    found: Tables = {name: [] for name in (*configs, *(rival[1] for rival in rivals))}
+    folder = effort.peers or Path()
+    for _ in range(effort.rounds):
+        for config in configs:
+            found[config].append(training.measure(config, effort.seconds, effort.smallest))
+        for _, name, virtual, words in rivals:
+            found[name].append(peers.train(folder, virtual, words, effort.seconds))
+    tables: Tables = {"training": [], "limits": [], "workers": [], "peers": []}
+    for config in configs:
+        row = _middle(found[config])
+        tables["workers"] += [{"config": config, **worker} for worker in row.pop("workers")]
+        for name in ("environment_one_core", "environment_all_cores", "limit"):
+            row[f"x_{name}"] = row["steps_per_s"] / bounds[config][name]
+        tables["training"].append({"config": config, **row})
+        tables["limits"].append({"config": config, **bounds[config]})
+    for config, name, *_ in rivals:
+        pairs = [*zip(found[config], found[name], strict=True)]
+        ratios = {
+            f"x_{key}": median(our[key] / their[key] for our, their in pairs)
+            for key in ("steps_per_s", "first_update_s", "pss_mb")
+        }
+        tables["peers"].append({"peer": name, **_middle(found[name]), "ours": config, **ratios})
+    return tables
+
+
+def _middle(rounds: list[Row]) -> Row:
+    rate = median_low(found["steps_per_s"] for found in rounds)
+    return dict(next(found for found in rounds if found["steps_per_s"] == rate))
+
+
+def solve(effort: Effort) -> Tables:
+    """CartPole to its target, each seed by everyone in turn."""
+    rows: list[Row] = []
+    seeds, changes = ((0,), ("steps=1000",)) if effort.smallest else ((0, 1, 2), ())
+    for seed in seeds:
+        rows += [training.solve(config, seed, *changes) for config in ("ppo_cartpole", "impala_cartpole")]
+        rows += [peers.solve(effort.peers, seed)] if effort.peers else []
+    names = dict.fromkeys(row["who"] for row in rows)
+    middle = {name: median(row["seconds"] for row in rows if row["who"] == name) for name in names}
+    rival = middle.get(peers.SOLVING)
+    medians = [{"who": who, "seconds": s, "x_peer": rival and s / rival} for who, s in middle.items()]
+    return {"seeds": rows, "medians": medians}

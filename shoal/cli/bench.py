@@ -1,0 +1,161 @@
+"""`shoal bench`: every benchmark as a command."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shoal.core.errors import SettingsError, nearest
+
+app = typer.Typer(help="Measure how fast Shoal is on this machine, and what it costs.", no_args_is_help=True)
+
+Seconds = Annotated[float, typer.Option(help="Length of each measured window.", min=0.05)]
+Rounds = Annotated[int, typer.Option(help="Times that training is measured, with the peers in turn.", min=1)]
+Peers = Annotated[Path | None, typer.Option(help="Folder of the peers' drivers and virtual environments.")]
+Smallest = Annotated[bool, typer.Option("--smallest", help="Just enough to see that it runs; ignore the numbers.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON for each row instead of tables.")]
+
+
+@app.callback()
+def prepare() -> None:
+    """End whatever a benchmark started when it is ended itself."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
+@app.command()
+def cartpole(
+    seconds: Seconds = 30.0, rounds: Rounds = 1, peers: Peers = None, smallest: Smallest = False, json: Json = False
+) -> None:
+    """Training speed, start-up and memory of IMPALA on CartPole."""
+    run(["cartpole"], json, seconds=seconds, rounds=rounds, peers=peers, smallest=smallest)
+
+
+@app.command()
+def pong(
+    seconds: Seconds = 30.0, rounds: Rounds = 1, peers: Peers = None, smallest: Smallest = False, json: Json = False
+) -> None:
+    """Training speed, start-up and memory of IMPALA and PPO on Pong."""
+    run(["pong"], json, seconds=seconds, rounds=rounds, peers=peers, smallest=smallest)
+
+
+@app.command()
+def dqn(
+    seconds: Seconds = 30.0, rounds: Rounds = 1, peers: Peers = None, smallest: Smallest = False, json: Json = False
+) -> None:
+    """Training speed, start-up and memory of DQN on Pong."""
+    run(["dqn"], json, seconds=seconds, rounds=rounds, peers=peers, smallest=smallest)
+
+
+@app.command()
+def solve(peers: Peers = None, smallest: Smallest = False, json: Json = False) -> None:
+    """Seconds until CartPole is solved, for PPO and IMPALA, on three seeds."""
+    run(["solve"], json, peers=peers, smallest=smallest)
+
+
+@app.command()
+def calls(seconds: Seconds = 30.0, json: Json = False) -> None:
+    """Calls through the engine `processes`, beside a bare pipe and bare shared memory."""
+    run(["calls"], json, seconds=seconds)
+
+
+@app.command()
+def links(seconds: Seconds = 30.0, json: Json = False) -> None:
+    """Calls over each link of the engine `cluster`, beside the bare library."""
+    run(["links"], json, seconds=seconds)
+
+
+@app.command()
+def actors(seconds: Seconds = 30.0, json: Json = False) -> None:
+    """Calls through the engine `ray`, beside a bare Ray actor."""
+    run(["actors"], json, seconds=seconds)
+
+
+@app.command()
+def replay(seconds: Seconds = 3.0, peers: Peers = None, smallest: Smallest = False, json: Json = False) -> None:
+    """Inserts, draws and updates of the replay, and bytes per item."""
+    run(["replay"], json, seconds=seconds, peers=peers, smallest=smallest)
+
+
+@app.command("all")
+def all_(
+    seconds: Seconds = 30.0, rounds: Rounds = 1, peers: Peers = None, smallest: Smallest = False, json: Json = False
+) -> None:
+    """All of the above, one after another."""
+    from shoal.bench import BENCHMARKS
+
+    run(BENCHMARKS, json, seconds=seconds, rounds=rounds, peers=peers, smallest=smallest)
+
+
+@app.command()
+def engines(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Engines, such as processes or cluster/grpc; default: all installed.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="Seconds for each kind of call.", min=0.05)] = 3.0,
+    json: Json = False,
+) -> None:
+    """Calls, arrays and a small training run on every engine, with the same work on each."""
+    from shoal.bench import engines
+    from shoal.bench.tables import show
+
+    chosen = engines.chosen(names or [])
+    show("engines", engines.measure(chosen, seconds), json, len(chosen))
+
+
+@app.command()
+def scale(
+    engine: Annotated[str, typer.Option(help="The engine, such as processes or cluster/grpc.")] = "processes",
+    env: Annotated[str, typer.Option(help="Whose experience is sent: cartpole or pong.")] = "cartpole",
+    actors: Annotated[str, typer.Option(help="Numbers of actors, separated by commas.")] = "1,2,4,8,16,32,64,128,256",
+    rate: Annotated[float, typer.Option(help="Items that each actor sends per second.", min=0.01)] = 5.0,
+    seconds: Annotated[float, typer.Option(help="Seconds for each number of actors.", min=0.05)] = 10.0,
+    json: Json = False,
+) -> None:
+    """The head against more and more actors, which send recorded experience and play nothing."""
+    from shoal.bench import engines, scale
+    from shoal.bench.tables import show
+
+    (name,) = engines.chosen([engine])
+    if env not in scale.ENVIRONMENTS:
+        known = scale.ENVIRONMENTS
+        raise SettingsError(f"--env {env}: choose one of {', '.join(known)}{nearest(env, known)}")
+    try:
+        counts = tuple(int(part) for part in actors.split(","))
+    except ValueError:
+        counts = (0,)
+    if min(counts) < 1:
+        raise SettingsError(f"--actors {actors}: give whole numbers from 1 up, separated by commas")
+    show(f"scale: {env} on {name}", scale.measure(name, env, counts, rate, seconds), json, len(counts))
+
+
+@app.command()
+def soak(
+    names: Annotated[list[str], typer.Argument(help="Engines, one after another.", metavar="ENGINES...")],
+    seconds: Annotated[float, typer.Option(help="Length of each run.", min=1)] = 1200.0,
+    out: Annotated[Path, typer.Option(help="Folder for the log, the samples and the plot of each run.")] = Path("."),
+    json: Json = False,
+) -> None:
+    """Memory of every process over a long run, and how fast it grows."""
+    from shoal.bench.soak import soak
+    from shoal.bench.tables import show
+
+    for name in names:
+        show(f"soak: {name}", soak(name, seconds, out), json)
+
+
+def run(names: Iterable[str], json: bool, **effort: Any) -> None:
+    """Run benchmarks, and show the tables of each as soon as it is done."""
+    from shoal.bench import BENCHMARKS
+    from shoal.bench.measuring import Effort
+    from shoal.bench.tables import about, show
+    from shoal.core.recipe import find
+
+    show("machine", [about()], json)
+    for name in names:
+        for title, rows in find(BENCHMARKS[name])(Effort(**effort)).items():
+            show(name if title == name else f"{name}: {title}", rows, json)

@@ -1,0 +1,48 @@
+"""What a machine has, whatever its control groups allow."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from shoal.core import machine
+
+
+def test_a_library_that_is_missing_has_no_version() -> None:
+    assert machine.version("no-such-library") is None
+
+
+def control_groups(root: Path, listing: str, files: dict[str, str]) -> Path:
+    """A machine with control groups."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(listing)
+    (root / "proc/meminfo").write_text("MemTotal: 9000000 kB\nMemFree: 1 kB\nMemAvailable:    8000000 kB\n")
+    for name, text in files.items():
+        path = root / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return root
+
+
+def test_quotas_of_the_second_version(tmp_path: Path) -> None:
+    root = control_groups(tmp_path, "0::/user/task\n", {
+        "user/cpu.max": "50000 100000", "user/task/cpu.max": "max 100000",
+        "user/memory.max": "1000000", "user/task/memory.max": "max",
+    })  # fmt: skip
+    assert machine.usable_cores(root) == 0.5
+    assert machine.available_memory(root) == 1_000_000
+
+
+def test_quotas_of_the_first_version(tmp_path: Path) -> None:
+    root = control_groups(tmp_path, "2:cpu,cpuacct:/docker/1\n1:memory:/\n0::/\n", {
+        "cpu,cpuacct/cpu.cfs_quota_us": "25000", "cpu,cpuacct/cpu.cfs_period_us": "100000",
+        "cpu,cpuacct/docker/1/cpu.cfs_quota_us": "-1", "cpu,cpuacct/docker/1/cpu.cfs_period_us": "100000",
+        "memory/memory.limit_in_bytes": "9223372036854771712",
+    })  # fmt: skip
+    assert machine.usable_cores(root) == 0.25
+    assert machine.available_memory(root) == 8_000_000 << 10
+
+
+def test_without_control_groups_the_machine_is_the_limit(tmp_path: Path) -> None:
+    assert machine.usable_cores(tmp_path) == len(os.sched_getaffinity(0))
+    assert machine.available_memory(tmp_path) == machine.memory()
