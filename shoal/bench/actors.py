@@ -9,6 +9,7 @@ from shoal import engines
 from shoal.bench.measuring import ORDER, Effort, Slot, Tables, contest, payloads, rest
 from shoal.core.tree import size_of
 from shoal.engines.options import Options
+from shoal.engines.ray import library
 from shoal.services.parameters import Parameters
 
 
@@ -17,7 +18,7 @@ def actors(effort: Effort) -> Tables:
     weights, rollout = payloads().values()
     engine = engines.make("ray", Options(homes=dict.fromkeys(("slot", "rollouts", "parameters"), "resting")))
     try:
-        ray = engine.launcher.ray
+        ray = library()
         slot, queue = engine.serve("slot", Slot), engine.serve("rollouts", Slot)
         parameters = engine.serve("parameters", Parameters)
         engine.run("resting", rest)

@@ -43,7 +43,7 @@ ASK = 1 / 4  # the share of `stall` after which a turn is asked for again, since
 
 
 class Cluster(Launcher):
-    """Starts workers here or on nodes; no link that breaks ends the run."""
+    """Workers on several machines; a broken link does not end the run."""
 
     def __init__(self, options: Options, nursery: Nursery | None = None) -> None:
         """Take where nodes are to be found."""

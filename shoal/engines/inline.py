@@ -28,7 +28,7 @@ WAKING: Any = getattr(signal, "SIGURG", None)  # the signal that means nothing t
 
 
 class Inline(Launcher):
-    """Workers are generators of the head's own thread, advanced round robin; always in lockstep."""
+    """One thread: workers take turns in a fixed order; always in lockstep."""
 
     shared = in_turns = True
 

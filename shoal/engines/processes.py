@@ -52,7 +52,7 @@ class Answers(Protocol):
 
 
 class Processes(Launcher):
-    """Starts workers as processes, hears them through their control pipes, and reaps them."""
+    """A process for each worker on this machine; one that dies is restarted where that is allowed."""
 
     def __init__(
         self,

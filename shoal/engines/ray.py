@@ -57,7 +57,7 @@ log = logging.getLogger("shoal")
 
 
 class Ray(Launcher):
-    """Starts workers as actors anywhere in a Ray cluster."""
+    """A Ray actor for each worker, anywhere in a Ray cluster."""
 
     def __init__(self, options: Options) -> None:
         """Connect to a cluster or start one, and begin with the head's actor alone."""
@@ -78,7 +78,7 @@ class Ray(Launcher):
         try:
             context = self.ray.get_runtime_context()
             self.node, self.namespace = context.get_node_id(), context.namespace
-            self.actor = actor_class(self.ray)
+            self.host_class = host_class(self.ray)
             start: dict[str, Any] = {
                 "name": HEAD,
                 "work": "",
@@ -162,15 +162,15 @@ class Ray(Launcher):
             where = NodeAffinitySchedulingStrategy(self.node, soft=False)
         asked = {} if name == HEAD else request(self.room, name)
         homes = {service: self.options.homes.get(service, HEAD) for service in start["rights"] or ()}
-        actors = {service: self._ray_name(home) for service, home in homes.items()}
-        self.handles[name] = self.actor.options(
+        names = {service: self._ray_name(home) for service, home in homes.items()}
+        self.handles[name] = self.host_class.options(
             name=self._ray_name(name),
             num_cpus=asked.pop("CPU", 0) * (name not in self.cramped),
             num_gpus=asked.pop("GPU", 0),
             resources=asked,
             max_concurrency=CALLS,
             scheduling_strategy=where,
-        ).remote({**start, "actors": actors, "namespace": self.namespace})
+        ).remote({**start, "names": names, "namespace": self.namespace})
         self._map_blocks(name, _given(start))
         self._ask(name, "beat", 0)
 
@@ -295,7 +295,7 @@ class Ray(Launcher):
         return found
 
 
-class Actor:
+class RayHost:
     """A host inside a Ray actor, steered by the head through calls in groups of threads."""
 
     def __init__(self, start: Mapping[str, Any]) -> None:
@@ -421,18 +421,18 @@ class Actor:
         def call(method: str, args: Sequence[Any]) -> Any:
             deadline = self.start["deadline"]
             if not found:
-                found.append(look_up(self.start["actors"][service], self.start["namespace"], deadline))
+                found.append(look_up(self.start["names"][service], self.start["namespace"], deadline))
             return ask(found[0], service, method, args, deadline)
 
         return call
 
 
-def actor_class(ray: Any) -> Any:
+def host_class(ray: Any) -> Any:
     """The class of actors, whose threads are told apart; Ray does not restart them, since the supervisor does."""
     for group, methods in GROUPS.items():
         for method in methods:
-            ray.method(concurrency_group=group)(getattr(Actor, method))
-    return ray.remote(concurrency_groups=THREADS, max_restarts=0)(Actor)
+            ray.method(concurrency_group=group)(getattr(RayHost, method))
+    return ray.remote(concurrency_groups=THREADS, max_restarts=0)(RayHost)
 
 
 def ask(handle: Any, service: str, method: str, args: Sequence[Any], deadline: float) -> Any:

@@ -22,7 +22,7 @@ GRACE = 10.0  # seconds in which threads have to end
 
 
 class Threads(Launcher):
-    """Workers run side by side; under lockstep their threads take turns."""
+    """A thread for each worker; under lockstep they take turns."""
 
     shared = True
 
