@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from shoal.core.errors import DeadlineExceeded, ShoalError, Stalled, WorkerFailed
+from shoal.core.recipe import find
 from shoal.engines import ENGINES, Options, make, prepare, supervisor
 from shoal.engines.node import Node, listen
 from shoal.engines.options import Machines, Network, Room
@@ -32,7 +33,9 @@ LINKED = [long(f"cluster/{link}") for link in LINKS if link != "websocket"]
 EVERY = pytest.mark.parametrize("name", [*(name if name != "ray" else long(name) for name in ENGINES), *LINKED])
 RAY_TOO = pytest.mark.parametrize("name", [*ENGINES, *LINKED])  # whose workers take seconds to start
 LOADED = ("torch",)  # once for all workers of a test
-OWN_PROCESSES = pytest.mark.parametrize("name", ["processes", "ray"])
+OWN_PROCESSES = pytest.mark.parametrize(
+    "name", [name for name, path in ENGINES.items() if not find(path).shared and name != "cluster"]
+)
 
 
 @pytest.fixture
@@ -181,7 +184,7 @@ def test_placement_decides_the_process_of_a_service(build: Any, name: str) -> No
     here, there = engine.serve("here", programs.Shelf), engine.serve("there", programs.Shelf)
     engine.run("host", programs.idle)
     assert (here.pid() == os.getpid()) == (name != "ray")  # whose actors cannot call the head itself
-    assert (there.pid() != os.getpid()) == (name.partition("/")[0] in ("processes", "cluster", "ray"))
+    assert (there.pid() != os.getpid()) == (not engine.launcher.shared)
     assert name != "ray" or here.pid() != there.pid()
 
 
@@ -489,7 +492,7 @@ def test_the_death_of_a_host_is_told_before_its_callers_losses(build: Any, name:
     engine.run("caller", programs.count_up, shelf, "caller")
     engine.run("killer", programs.kill_once, notes, "host pids")
     with pytest.raises(
-        WorkerFailed, match="host was killed by SIGKILL" if name == "processes" else "host died: The actor"
+        WorkerFailed, match="host died: The actor" if name == "ray" else "host was killed by SIGKILL"
     ):
         engine.wait("caller")
 
