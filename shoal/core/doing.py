@@ -31,16 +31,21 @@ class Doing:
 
 
 class Seldom:
-    """Reports a repeated event ever more rarely: the first time, the tenth, the hundredth …"""
+    """Counts a repeated event, and lets it be reported ever more rarely: each time after twice as long as before."""
 
     def __init__(self) -> None:
-        """Begin before the first time."""
-        self.count = 0
+        """Let the first be reported at once."""
+        self.count, self._again, self._gap = 0, float("-inf"), FIRST
 
     def due(self) -> bool:
         """Count the event, and say whether to report it."""
         self.count += 1
-        return str(self.count).rstrip("0") == "1"
+        now = time.monotonic()
+        if now < self._again:
+            return False
+        self._gap *= 2
+        self._again = now + self._gap
+        return True
 
 
 class Reminder:

@@ -173,9 +173,9 @@ def test_what_a_worker_sends_chooses_no_path_and_writes_nothing(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("mean", [None, "9", True, [1.0]])
-def test_the_best_is_told_by_a_number(tmp_path: Path, mean: Any) -> None:
+def test_the_best_is_chosen_by_a_number(tmp_path: Path, mean: Any) -> None:
     checkpoints = Checkpoints(str(tmp_path), 3)
     checkpoints.save_best({**content(1), "state": {"steps": 1, "mean": 1.0}})
-    with pytest.raises(ShoalError, match="has to be a number"):
+    with pytest.raises(ShoalError, match="must be a number"):
         checkpoints.save_best({**content(2), "state": {"steps": 2, "mean": mean}})
     assert checkpoint.read_state(checkpoint.find(tmp_path, "best"))["steps"] == 1

@@ -248,18 +248,22 @@ class TestAdmission:
         ({"action": np.full((3, 1), 0.5)}, "actions are of type float64, not integers below 4"),
     ],
 )
-def test_experience_that_makes_no_sense_is_refused_counted_and_its_sender_named(wrong, reason):
+def test_experience_that_makes_no_sense_is_refused_counted_and_its_sender_named(wrong, reason, monkeypatch):
     queue = Queue(4, choices=4)
     assert queue.put(items(1))
     call_as("actor-7")
     for _ in range(12):
-        assert queue.put({**items(2), **wrong})  # it goes on; this is not worth another try
+        assert queue.put({**items(2), **wrong})  # it continues; this is not worth another try
     assert queue.status()["refused"] == 12
-    first, tenth = queue.refused()
+    (first,) = queue.refused()
     assert first.startswith("refused experience of actor-7: ")
     assert reason in first
-    assert tenth.endswith("(10 refused so far)")
-    assert queue.refused() == []
+    now = time.monotonic()
+    for seconds, counts in ((19, []), (21, [14]), (60, []), (62, [16])):  # again after 20 s, then after 40 s
+        monkeypatch.setattr(time, "monotonic", lambda seconds=seconds: now + seconds)
+        queue.put({**items(2), **wrong})
+        lines = queue.refused()
+        assert [line.rpartition("(")[2] for line in lines] == [f"{count} refused so far)" for count in counts]
     assert queue.put(items(3))
     assert names(queue.get(2)) == [1, 3]
 
