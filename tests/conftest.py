@@ -140,7 +140,7 @@ def nothing_left() -> Iterator[None]:
     assert not new, f"left behind: {new}"
 
 
-DRAWN = ("test_cli", "test_docs_examples", "test_plots", "test_run")  # where pictures of runs are looked at
+DRAWN = ("test_main", "test_docs_examples", "test_plots", "test_run")  # where pictures of runs are looked at
 
 
 @pytest.fixture(autouse=True)
