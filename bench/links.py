@@ -17,11 +17,9 @@ import torch
 
 from bench.calls import NATURE, ORDER, contest
 from shoal.core.tree import size_of
-from shoal.transport import tls
-from shoal.transport.certificates import Trust, initialise
-from shoal.transport.greeting import Gate, meet
-from shoal.transport.session import Session
-from shoal.transport.terms import Terms, split
+from shoal.transport.certificates import initialise
+from shoal.transport.session import Gate, Session, meet
+from shoal.transport.trust import Terms, Trust, client_context, server_context, split
 
 LOOPBACK = "127.0.0.1:0"
 SECONDS = 30.0  # that one call may take
@@ -36,7 +34,7 @@ def library() -> Any:
     return websockets
 
 
-class Shelf:
+class Echo:
     """The other machine's answers: it keeps what came last."""
 
     kept: Any = None
@@ -59,7 +57,7 @@ class Shelf:
         return self.kept if fetched else bytes(ORDER.size)
 
 
-BARE = Shelf()  # in the other process, for libraries that call functions
+BARE = Echo()  # in the other process, for libraries that call functions
 
 
 def bare_call(message: torch.Tensor) -> torch.Tensor:
@@ -70,20 +68,20 @@ def bare_call(message: torch.Tensor) -> torch.Tensor:
 
 def serve(pipe: Any, link: str, folder: str) -> None:
     """Be the other machine: listen with our link and with the bare library, until the pipe closes."""
-    shelf = Shelf()
+    echo = Echo()
     address = LOOPBACK
     if link == "torchrpc":
         with socket.create_server(split(LOOPBACK)) as free:
             address = "{}:{}".format(*free.getsockname())
     terms = Terms("listener", folder, link=link, rank=0, world=2)
-    gate = Gate(address, terms, lambda _: shelf.answer, lambda _, session: stay(session), print, certificates=True)
+    gate = Gate(address, terms, lambda _: echo.answer, lambda _, session: stay(session), print, certificates=True)
     pipe.send((gate.address, START[link](folder)))
     pipe.recv()
 
 
 def websockets_bare(folder: str) -> str:
     """A server of the bare websockets library."""
-    context = tls.server_context(Trust.inside(Path(folder))) if folder else None
+    context = server_context(Trust.inside(Path(folder))) if folder else None
 
     def answer(connection: Any) -> None:
         for message in connection:
@@ -127,7 +125,7 @@ class BareWebsocket:
 
     def __init__(self, address: str, folder: str) -> None:
         """Connect."""
-        context = tls.client_context(Trust.inside(Path(folder))) if folder else None
+        context = client_context(Trust.inside(Path(folder))) if folder else None
         url = f"{'wss' if context else 'ws'}://{address}"
         self.connection = library().sync.client.connect(url, ssl=context, proxy=None, **PLAIN)
 

@@ -225,7 +225,7 @@ def node(
     world: Annotated[int, typer.Option(help="With --link torchrpc: machines in all, with the head.", min=0)] = 0,
 ) -> None:
     """Let this machine take part in runs over the network; with a FILE, in the run that it describes."""
-    from shoal.transport.certificates import FOLDER
+    from shoal.transport.trust import FOLDER
 
     if file:
         from shoal.experiment import load
@@ -244,7 +244,7 @@ def node(
         from shoal import transport as links
         from shoal.engines import node as nodes
         from shoal.runs.provenance import usable_cores
-        from shoal.transport.terms import Terms
+        from shoal.transport.trust import Terms
 
         trust = "" if insecure or pin or not (folder or FOLDER.expanduser().is_dir()) else str(folder or FOLDER)
         secret = token.read_text().strip() if token else ""
@@ -276,7 +276,8 @@ def shut_out(folder: Path, names: list[str], revoked: str) -> None:
 
 def make_trust(folder: Path | None, name: list[str], for_: Path | None, role: str) -> None:
     """Make a trust folder of this machine, or of another, and say what to do with it."""
-    from shoal.transport.certificates import FOLDER, ROLES, initialise, issue
+    from shoal.transport.certificates import ROLES, initialise, issue
+    from shoal.transport.trust import FOLDER
 
     roles = role.split(",")
     if unknown := [each for each in roles if each not in ROLES]:

@@ -23,7 +23,7 @@ from shoal.core.rights import Rights
 from shoal.core.wire import shared_size
 from shoal.engines.driving import Activity, Bell, Local, advance, drive, stacks
 from shoal.engines.memory import opened
-from shoal.transport.pipe import LARGE, Pipe, Shelf
+from shoal.transport.pipe import LARGE, MessageCache, Pipe
 
 BEAT = 0.5  # seconds between signs of life
 ORPHANED = 5.0  # seconds to end in order after the head has gone
@@ -70,7 +70,7 @@ def answer_calls(
     services: Mapping[str, Any],
     ready: threading.Event,
     bell: Bell,
-    shelf: Shelf,
+    shelf: MessageCache,
     rights: Rights | None,
 ) -> None:
     """Answer one caller until it goes; a broken caller harms only itself, and none has all rights but the head."""
@@ -121,7 +121,7 @@ class Child:
         self.activity = Activity(self.start["name"])
         self.services: dict[str, Local] = {}
         self.refused: dict[str, int] = {}  # calls to services here that were not the caller's to make
-        self.bell, self.shelf = Bell(), Shelf()
+        self.bell, self.shelf = Bell(), MessageCache()
         self.ready = threading.Event()
         self.stopped = threading.Event()
         self.turns: queue.SimpleQueue[bool] = queue.SimpleQueue()

@@ -39,10 +39,9 @@ from shoal.engines.placement import HERE, place
 from shoal.engines.processes import HEAD, Processes
 from shoal.engines.station import About, Away, Shared, Station, read_about
 from shoal.engines.worker import recipe_of
-from shoal.transport.greeting import Answer, Gate, keep_meeting
 from shoal.transport.nursery import Nursery
-from shoal.transport.session import Session
-from shoal.transport.terms import Terms
+from shoal.transport.session import Answer, Gate, Session, keep_meeting
+from shoal.transport.trust import Terms
 
 log = logging.getLogger("shoal")
 BEAT = 1.0  # seconds between signs of life

@@ -28,10 +28,9 @@ from shoal.engines.options import Options
 from shoal.engines.processes import Processes
 from shoal.engines.relay import Relay, Relayed
 from shoal.engines.reports import LINE, TEXT
-from shoal.transport.greeting import Gate, keep_meeting
 from shoal.transport.nursery import Nursery
-from shoal.transport.session import Session
-from shoal.transport.terms import Terms, line
+from shoal.transport.session import Gate, Session, keep_meeting
+from shoal.transport.trust import Terms, line
 
 log = logging.getLogger("shoal")
 REPORT = 0.5  # seconds between reports to the head

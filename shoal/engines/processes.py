@@ -27,7 +27,7 @@ from shoal.engines.memory import Block
 from shoal.engines.options import Options
 from shoal.engines.worker import Worker, plan_restart, recipe_of, seed_of
 from shoal.transport.nursery import STARTING, Nursery
-from shoal.transport.pipe import Pipe, Shelf
+from shoal.transport.pipe import MessageCache, Pipe
 
 HEAD = "head"
 CHILD = "shoal.engines.child"  # what a worker's process runs
@@ -62,7 +62,7 @@ class Processes:
         self._spare: dict[str, list[Any]] = {}  # stand-ins by service that no call is using
         self._selector = selectors.DefaultSelector()
         self._stopped = threading.Event()
-        self._bell, self._shelf = Bell(), Shelf()
+        self._bell, self._shelf = Bell(), MessageCache()
         self._ready = threading.Event()
         self._ready.set()
         self._failure: BaseException | None = None

@@ -13,7 +13,7 @@ import pytest
 
 import shoal
 from shoal.cli.main import main
-from shoal.transport.certificates import fingerprint
+from shoal.transport.trust import fingerprint
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CARTPOLE = str(CONFIGS / "ppo_cartpole.yaml")

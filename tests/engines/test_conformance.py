@@ -23,7 +23,7 @@ from shoal.engines.options import Machines, Network, Room
 from shoal.services.parameters import Parameters
 from shoal.services.queue import Queue
 from shoal.transport import LINKS
-from shoal.transport.terms import Terms
+from shoal.transport.trust import Terms
 from tests.engines import programs
 from tests.pace import long, seconds
 
