@@ -14,9 +14,8 @@ from shoal.engines import Options
 from shoal.engines import node as nodes
 from shoal.engines.cluster import Cluster
 from shoal.engines.options import Machines
-from shoal.transport.greeting import meet
-from shoal.transport.session import Session
-from shoal.transport.terms import Terms
+from shoal.transport.session import Session, meet
+from shoal.transport.trust import Terms
 from tests.engines import programs
 from tests.pace import seconds
 from tests.transport.conftest import Standing

@@ -13,10 +13,9 @@ from shoal.core.errors import ServiceFailed, ShoalError
 from shoal.engines.cluster import SENSELESS, Cluster
 from shoal.engines.node import Node, listen
 from shoal.engines.options import Machines, Network, Options
-from shoal.transport import greeting
-from shoal.transport.greeting import meet
-from shoal.transport.session import Session
-from shoal.transport.terms import Terms
+from shoal.transport import session as sessions
+from shoal.transport.session import Session, meet
+from shoal.transport.trust import Terms
 from tests.engines import programs
 from tests.pace import seconds
 from tests.transport.test_reconnects import until
@@ -144,7 +143,7 @@ def test_what_a_worker_failed_of_changes_no_terminal(joined: tuple[Cluster, Sess
 
 
 def test_work_that_fits_in_no_frame_ends_the_run_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(greeting, "LIMIT", 100_000)
+    monkeypatch.setattr(sessions, "LIMIT", 100_000)
     node = Node(1, ("shoal", "tests"))
     gate = listen(node, "127.0.0.1:0", Terms("node"))
     cluster = Cluster(Options(machines=Machines(nodes=(gate.address,)), deadline=seconds(20), stall=seconds(60)))
