@@ -119,11 +119,21 @@ class GrpcWire:
 
     def receive(self, seconds: float | None = None) -> Buffer:
         """Wait for a frame; a stream on which none comes in time is closed."""
-        limit = float("inf") if seconds is None else time.monotonic() + seconds
-        timer = threading.Timer(seconds or 0, self.close)
-        if seconds is not None:
-            timer.daemon = True
-            timer.start()
+        if seconds is None:
+            return self._next()
+        limit, timer = time.monotonic() + seconds, threading.Timer(seconds, self.close)
+        timer.daemon = True
+        timer.start()
+        try:
+            return self._next()
+        except ServiceLost:
+            if time.monotonic() < limit:
+                raise
+            raise DeadlineExceeded("nothing came in time") from None
+        finally:
+            timer.cancel()
+
+    def _next(self) -> Buffer:
         try:
             while (frame := self.take(next(self._incoming))) is None:
                 pass
@@ -132,11 +142,7 @@ class GrpcWire:
             reason = ""
         except library().RpcError as error:
             reason = f": {line(_details(error))}"
-        finally:
-            timer.cancel()
         self.close()
-        if time.monotonic() >= limit:
-            raise DeadlineExceeded("nothing came in time")
         raise ServiceLost(f"the link was closed{reason}")
 
     def take(self, piece: bytes) -> Buffer | None:

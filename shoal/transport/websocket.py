@@ -64,7 +64,8 @@ class WebsocketWire:
     def __init__(self, connection: socket.socket, joins: bool, binding: str = "") -> None:
         """Take over a connection, as the side that joins or that listens."""
         self.connection, self.binding, self._joins = connection, binding, joins
-        self.peer, self.place = "?", None  # type: str, Place | None
+        self.peer = "?"
+        self.place: Place | None = None
         self._turn = threading.Lock()  # OpenSSL allows one thread at a time; they wait outside of it
         self._sending = threading.Lock()  # frames leave one after the other
         self._allowed: float = strangers.LIMIT  # bytes that the other side may still send
