@@ -65,7 +65,8 @@ def library() -> Any:
 def cut(*buffers: Buffer) -> Iterator[bytes]:
     """The pieces of a frame; the byte that says whether more follow comes last, so that arrays stay aligned."""
     left, parts, room = sum(map(len, buffers)), [], PIECE
-    for view in map(memoryview, buffers):
+    for buffer in buffers:
+        view = memoryview(buffer)
         while view:
             parts.append(view[:room])
             view, left, room = view[room:], left - len(parts[-1]), room - len(parts[-1])
@@ -290,12 +291,6 @@ class GrpcListener:
             else:
                 context.cancel()
 
-        def handle() -> None:
-            try:
-                self._handle(wire)
-            finally:
-                place.leave()
-
         self._check(wire.peer, context)
         wire.begin(incoming, end)
         if (place := self._lobby.enter(wire.peer.rpartition(":")[0], wire.close)) is None:
@@ -304,11 +299,17 @@ class GrpcListener:
         if not context.add_callback(wire.close):
             wire.close()
         try:
-            threading.Thread(target=handle, name="connection", daemon=True).start()
+            threading.Thread(target=self._take, args=(wire, place), name="connection", daemon=True).start()
         except RuntimeError:
             place.leave()
             self._abort(wire.peer, context, THREADLESS)
         return wire.outgoing()
+
+    def _take(self, wire: GrpcWire, place: Place) -> None:
+        try:
+            self._handle(wire)
+        finally:
+            place.leave()
 
     def _check(self, peer: str, context: Any) -> None:
         """Refuse a certificate that was revoked, or is for another role; where none is required, none may be shown."""

@@ -68,7 +68,7 @@ class Session:
         self._left, self._unread = time.monotonic(), threading.Event()  # when it was released, and whether it was
         self._calls: deque[Call] = deque()  # that nobody has begun to answer
         self._held = 0  # bytes of all unanswered calls
-        self._idle = 0  # answering threads with nothing to do
+        self._busy = 0  # threads that answer; one is always left to read
         self._change = threading.Condition(threading.Lock())  # of these three
         self._slow = False  # whether the last answer took long
         self._paused = False  # whether nothing is read for the moment
@@ -136,7 +136,7 @@ class Session:
             self._reply(*call)
             self._slow = time.monotonic() - begin > SLOW
             with self._change:
-                self._held -= size
+                self._held, self._busy = self._held - size, self._busy - 1
             if self._paused:
                 self._wake()
             del found, call  # its arrays are not kept while waiting for the next
@@ -161,12 +161,11 @@ class Session:
         aside = False  # whether reading is left to those who call
         while not self.closed.is_set():
             with self._change:
-                if self._calls:
+                if self._calls and self._busy < ANSWERING - 1:
+                    self._busy += 1
                     return self._calls.popleft()
                 if aside or not self._reading.acquire(blocking=False):
-                    self._idle += 1
                     self._change.wait()
-                    self._idle -= 1
                     aside = False
                     continue
             if (found := self._read()) is not None:
@@ -182,12 +181,10 @@ class Session:
                 if answer is None:
                     self._make_room()
                 call = self._receive(None if deadline is None else deadline - time.monotonic())
-                if call is None and answer is None and self.link.resumable:
-                    break  # that thread may read its next answer itself
-                if call is not None and answer is None and (self._idle or self.link.resumable):
-                    found = call
-                elif call is not None:
-                    self._queue(call)
+                if call is not None:
+                    found = self._keep(call, answer is None)
+                elif answer is None and self.link.resumable:
+                    break  # the thread that got this answer may read the next one itself
         except DeadlineExceeded:
             pass
         except ShoalError as error:
@@ -202,15 +199,15 @@ class Session:
                 self._unread.set()
         return found
 
-    def _offer(self, but: queue.SimpleQueue[Any] | None, idle: bool) -> bool:
-        """Have the link read by a thread that waits for another answer, or by an idle one."""
+    def _offer(self, but: queue.SimpleQueue[Any] | None, idle: bool) -> None:
+        """Have the link read by a thread that waits for another answer, or else by an idle one."""
         for waiting in [*self._waiting.values()] if self.link.resumable else ():
             if waiting is not but and waiting.empty():
                 waiting.put(READ)
-                return True
-        with self._change:
-            self._change.notify(idle)
-            return self._idle > 0
+                return
+        if idle:
+            with self._change:
+                self._change.notify()
 
     def _receive(self, seconds: float | None) -> Call | None:
         """Read one frame: a call, or an answer, which goes to the thread that waits for it."""
@@ -236,13 +233,17 @@ class Session:
             self._held += len(frame)
         return message, len(frame)
 
-    def _queue(self, call: Call) -> None:
-        """Leave a call to the answering threads."""
+    def _keep(self, call: Call, mine: bool) -> Call | None:
+        """Return a call that this thread may answer itself; queue any other."""
         with self._change:
+            if mine and self._busy < ANSWERING - 1:
+                self._busy += 1
+                return call
             if len(self._calls) >= WAITING:
                 raise WireError(f"more than {WAITING} calls at once")
             self._calls.append(call)
             self._change.notify()
+        return None
 
     def _make_room(self) -> None:
         """Read nothing while too much is unanswered, unless somebody here waits for an answer, which must be read."""
@@ -268,7 +269,8 @@ class Session:
                 while (left := self._left + LINGER - time.monotonic()) > 0:
                     time.sleep(left)
                 self._unread.clear()
-                if not self._reading.locked() and self._offer(None, True):
+                if not self._reading.locked():
+                    self._offer(None, True)
                     self._left = time.monotonic()
                     self._unread.set()  # see whether it is read now
             if time.monotonic() - self.heard > self.silence and not self._paused:

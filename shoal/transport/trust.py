@@ -351,7 +351,6 @@ def explain(error: BaseException, certificate: bytes = b"") -> str:
 
 def _flaw(error: ssl.SSLCertVerificationError, certificate: bytes) -> str:
     """What is wrong with a certificate."""
-    message = " ".join(error.verify_message.split())
     if error.verify_code == EXPIRED:
         when = ""
         with suppress(ShoalError):  # it came from a stranger and may be anything
@@ -362,10 +361,10 @@ def _flaw(error: ssl.SSLCertVerificationError, certificate: bytes) -> str:
     if error.verify_code == NOT_YET_VALID:
         return "is not valid yet: are both clocks right?"
     if error.verify_code in (HOST_MISMATCH, ADDRESS_MISMATCH):
-        return f"is not for this name: {message}"
+        return f"is not for this name: {line(error.verify_message)}"
     if error.verify_code in WRONG_AUTHORITY:
         return "was not issued by the authority in ca.pem: both need the same one"
-    return f"was refused: {message}"
+    return f"was refused: {line(error.verify_message)}"
 
 
 # The proof of the token.

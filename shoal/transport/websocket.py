@@ -198,12 +198,13 @@ class WebsocketWire:
         size = int.from_bytes(header[2:begin]) if begin > 2 else size
         if size + sum(map(len, self._parts or ())) > LIMIT:
             raise WireError(f"a message of more than {LIMIT} B")
-        if size > self._allowed:
-            self._allow(size)
         self._opcode, self._final, self._key = opcode, final, header[begin:]
         self._start += len(header)
         there = min(size, self._end - self._start)
-        self._payload = memoryview(bytearray(size) if size < SHORT else np.empty(size, np.uint8))  # not cleared first
+        if size - there > self._allowed:
+            self._allow(size)
+        room: Any = bytearray(size) if size < SHORT else np.empty(size, np.uint8)  # which is not cleared first
+        self._payload = memoryview(room)
         self._payload[:there] = self._buffer[self._start : self._start + there]
         self._missing = self._payload[there:]
         self._start += there

@@ -126,7 +126,9 @@ def test_what_a_node_says_of_workers_elsewhere_ends_nothing(joined: tuple[Cluste
     cluster.machines = Machines(network=cluster.network, remote=None)
     cluster.run("two", programs.idle)
     cluster._tend()
-    cluster.places["two"] = "another"
+    station = cluster.stations["badger"]
+    until(lambda: not station.telling, "it is never told its work")
+    station.told, cluster.places["two"] = ["one"], "another"
     session.call("report", *changed(3, ["two"])[:4], {"two": "broke"}, False, seconds=seconds(20))
     assert not cluster.stations["badger"].ended
     assert not cluster.stations["badger"].failures
