@@ -27,7 +27,7 @@ from shoal import topology
 from shoal.display import plots
 from shoal.engines.node import Node, listen
 from shoal.transport import grpc
-from shoal.transport.terms import Terms
+from shoal.transport.trust import Terms
 from tests import leftovers
 from tests.engines.simulated import Simulated, alone, simulated
 from tests.pace import seconds

@@ -17,11 +17,9 @@ import torch
 
 from shoal.bench.measuring import ORDER, Effort, Row, Tables, contest, payloads
 from shoal.core.tree import size_of
-from shoal.transport import tls
-from shoal.transport.certificates import Trust, initialise
-from shoal.transport.greeting import Gate, meet
-from shoal.transport.session import Session
-from shoal.transport.terms import Terms, split
+from shoal.transport.certificates import initialise
+from shoal.transport.session import Gate, Session, meet
+from shoal.transport.trust import Terms, Trust, client_context, server_context, split
 
 LOOPBACK = "127.0.0.1:0"
 SECONDS = 30.0  # that one call may take
@@ -77,7 +75,7 @@ def websockets_bare(folder: str) -> str:
     """A server of the bare websockets library."""
     import websockets.sync.server
 
-    context = tls.server_context(Trust.inside(Path(folder))) if folder else None
+    context = server_context(Trust.inside(Path(folder))) if folder else None
 
     def answer(connection: Any) -> None:
         for message in connection:
@@ -123,7 +121,7 @@ class BareWebsocket:
         """Connect."""
         import websockets.sync.client
 
-        context = tls.client_context(Trust.inside(Path(folder))) if folder else None
+        context = client_context(Trust.inside(Path(folder))) if folder else None
         url = f"{'wss' if context else 'ws'}://{address}"
         self.connection = websockets.sync.client.connect(url, ssl=context, proxy=None, **PLAIN)
 

@@ -57,7 +57,7 @@ def node(
     ] = 0,
 ) -> None:
     """Hold workers for runs on another machine; with FILE, for the run it describes."""
-    from shoal.transport.certificates import FOLDER
+    from shoal.transport.trust import FOLDER
 
     if file:
         from shoal.experiment import load
@@ -77,7 +77,7 @@ def node(
         from shoal import topology, transport
         from shoal.core.machine import cores
         from shoal.engines.node import work
-        from shoal.transport.terms import Terms
+        from shoal.transport.trust import Terms
 
         trust = "" if insecure or pin or not (folder or FOLDER.expanduser().is_dir()) else str(folder or FOLDER)
         secret = token.read_text().strip() if token else ""
@@ -106,7 +106,8 @@ def shut_out(folder: Path, names: list[str], revoked: str) -> None:
 
 def make_trust(folder: Path | None, name: list[str], for_: Path | None, role: str) -> None:
     """Create a trust folder for this machine, or for another, and say what to do with it."""
-    from shoal.transport.certificates import FOLDER, ROLES, initialise, issue
+    from shoal.transport.certificates import ROLES, initialise, issue
+    from shoal.transport.trust import FOLDER
 
     roles = role.split(",")
     if unknown := [each for each in roles if each not in ROLES]:

@@ -48,23 +48,6 @@ class Seldom:
         return True
 
 
-class Reminder:
-    """Reports what goes on ever more rarely: at once, and then after twice as long each time."""
-
-    def __init__(self) -> None:
-        """Let it be reported now."""
-        self._again, self._gap = float("-inf"), FIRST
-
-    def due(self) -> bool:
-        """Whether it is time to report it; if so, it counts as reported."""
-        now = time.monotonic()
-        if now < self._again:
-            return False
-        self._gap *= 2
-        self._again = now + self._gap
-        return True
-
-
 _threads: dict[int, Doing] = {}  # by identifier; a thread that reuses one takes over its entry
 
 

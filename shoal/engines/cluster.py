@@ -30,10 +30,9 @@ from shoal.engines.options import Machines, Options
 from shoal.engines.placement import HERE, place
 from shoal.engines.processes import Processes
 from shoal.engines.supervisor import Launcher, Worker
-from shoal.transport.greeting import Answer, Gate, keep_meeting
 from shoal.transport.nursery import Nursery
-from shoal.transport.session import Session
-from shoal.transport.terms import Terms
+from shoal.transport.session import Answer, Gate, Session, keep_meeting
+from shoal.transport.trust import Terms
 
 log = logging.getLogger("shoal")
 BEAT = 1.0  # seconds between signs of life

@@ -26,10 +26,9 @@ from shoal.engines.once import Once
 from shoal.engines.options import Options
 from shoal.engines.processes import Processes
 from shoal.engines.supervisor import Supervisor
-from shoal.transport.greeting import Gate, keep_meeting
 from shoal.transport.nursery import Nursery
-from shoal.transport.session import Session
-from shoal.transport.terms import Terms, line
+from shoal.transport.session import Gate, Session, keep_meeting
+from shoal.transport.trust import Terms, line
 
 log = logging.getLogger("shoal")
 REPORT = 0.5  # seconds between reports to the head

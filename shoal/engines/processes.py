@@ -32,7 +32,7 @@ from shoal.engines.options import Options
 from shoal.engines.standin import Call
 from shoal.engines.supervisor import GRACE, HEAD, Launcher, Worker
 from shoal.transport.nursery import Nursery
-from shoal.transport.pipe import LARGE, Pipe, Shelf
+from shoal.transport.pipe import LARGE, MessageCache, Pipe
 
 CHILD = "shoal.engines.processes"  # whose `main` a worker's process runs
 ORPHANED = 5.0  # seconds to end in order after the head has gone
@@ -69,7 +69,7 @@ class Processes(Launcher):
         self._early: dict[str, list[Any]] = {}  # links for a process that is not there yet: socket, caller, rights
         self._spare: dict[str, list[Pipe]] = {}  # the head's pipes into a process that no call is using
         self._threads: list[threading.Thread] = []
-        self._shelf = Shelf()
+        self._cache = MessageCache()
         self._late: list[tuple[str, Mapping[str, Any]]] = []  # reports that came while something else was asked
 
     @staticmethod
@@ -166,7 +166,7 @@ class Processes(Launcher):
         pipe, end = Pipe.pair()
         if host == HEAD:
             answers = self._answering(rights.caller) if self._answering and rights else self.head
-            args = (pipe, answers, rights, self.head.bell, self._shelf)
+            args = (pipe, answers, rights, self.head.bell, self._cache)
             thread = threading.Thread(target=answer_calls, args=args, name="calls", daemon=True)
             self._threads = [*(other for other in self._threads if other.is_alive()), thread]
             thread.start()
@@ -251,7 +251,7 @@ def ask(pipe: Pipe, service: str, method: str, args: Sequence[Any]) -> Any:
     return value
 
 
-def answer_calls(pipe: Pipe, answers: Answers, rights: Rights | None, bell: Bell, shelf: Shelf) -> None:
+def answer_calls(pipe: Pipe, answers: Answers, rights: Rights | None, bell: Bell, cache: MessageCache) -> None:
     """Answer one caller until it goes; a broken caller harms only itself."""
     try:
         while True:
@@ -259,7 +259,7 @@ def answer_calls(pipe: Pipe, answers: Answers, rights: Rights | None, bell: Bell
             try:
                 value = answers.answer(rights, name, service, method, args)
                 if shared_size(value) >= LARGE and answers.lasting(service, method):
-                    pipe.send_kept(shelf.keep(value, (True, value)))
+                    pipe.send_kept(cache.keep(value, (True, value)))
                 else:
                     pipe.send((True, value))
             except (ServiceFailed, Refused) as error:
@@ -295,7 +295,7 @@ class Child:
         self.host = host = Host(name, connect=self._connect)
         host.rights = Rights(name, self.start["rights"], host.refused)
         host.blocks = {name: opened(fd, layouts[name]) for name, fd in zip(layouts, memory, strict=True)}
-        self.shelf = Shelf()
+        self.cache = MessageCache()
         self.turns: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._sending = threading.Lock()
 
@@ -335,7 +335,7 @@ class Child:
 
     def _answer(self, named: Any, descriptor: int) -> None:
         rights = None if named is None else Rights(named[0], named[1], self.host.refused)
-        args = (Pipe(socket.socket(fileno=descriptor)), self.host, rights, self.host.bell, self.shelf)
+        args = (Pipe(socket.socket(fileno=descriptor)), self.host, rights, self.host.bell, self.cache)
         threading.Thread(target=answer_calls, args=args, name="calls", daemon=True).start()
 
     def _end(self) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from shoal.core.doing import FIRST, Reminder
+from shoal.core.doing import FIRST, Seldom
 from shoal.core.errors import ShoalError, Stalled, WorkerFailed
 from shoal.core.randomness import derive
 from shoal.core.recipe import describe, path_of
@@ -433,7 +433,7 @@ class Patience:
         self.seconds = seconds
         self.begin()
         self._hurried: float | None = None
-        self._said: dict[str, Reminder] = {}
+        self._said: dict[str, Seldom] = {}
 
     def begin(self) -> None:
         """Forget how long nobody has made progress."""
@@ -469,5 +469,5 @@ class Patience:
                 raise Stalled(f"the run was asked to end, but {inside}\n{describe()}")
             if busy > self.seconds:
                 raise Stalled(f"{inside}, {self.seconds:g} s allowed by limits.stall\n{describe()}")
-            if doing and busy > FIRST and self._said.setdefault(name, Reminder()).due():
+            if doing and busy > FIRST and self._said.setdefault(name, Seldom()).due():
                 log.warning("%s: %s takes long, %.0f s so far", name, doing, busy)

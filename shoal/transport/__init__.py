@@ -1,26 +1,91 @@
-"""Links: how frames travel between machines, and how the two sides come to trust each other.
+"""Transport: bytes between processes and machines, and how machines come to trust each other.
 
-A link is a module with `dial(address, terms)`, which returns a wire, and `Listener(address, terms, certificates,
-handle, refused)`, which hands wires over. A wire carries whole frames: `send`, `receive`, `trust`, `refuse`, `close`;
-`guarded` says whether they are sealed.
+Between machines, a link is a module with `dial` and `listen`, which make wires; a wire carries whole frames.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 from shoal.core.errors import SettingsError, nearest
+
+if TYPE_CHECKING:
+    from shoal.core.wire import Buffer
+    from shoal.transport.trust import Terms
 
 LINKS = {
     "websocket": "frames over a websocket, with or without TLS",
     "grpc": "frames over a stream of gRPC, with or without TLS (shoal[grpc])",
-    "torchrpc": "frames by torch RPC between machines that are counted beforehand; neither TLS nor a token",
+    "torchrpc": "frames by torch RPC between a fixed number of machines; neither TLS nor a token",
 }
+LIMIT = 1 << 30  # bytes of a frame
 
 
-def find(name: str) -> Any:
+class Wire(Protocol):
+    """One connection to another machine; several threads may send while one receives."""
+
+    peer: str  # address of the other side
+    binding: str  # fingerprint of the listener's TLS certificate; empty without TLS
+    resumable: bool  # whether `receive` can be called again after it has timed out
+
+    def send(self, *buffers: Buffer) -> None:
+        """Send buffers as one frame."""
+
+    def receive(self, seconds: float | None = None) -> Buffer:
+        """Wait for a frame."""
+
+    def trust(self) -> None:
+        """Lift the limits for strangers: the other side has proved who it is."""
+
+    def refuse(self, reason: str) -> None:
+        """End the connection, and tell the other side why."""
+
+    def close(self) -> None:
+        """End the connection at once, also under threads that wait for it."""
+
+
+class Listener(Protocol):
+    """Accepts connections, and hands each to a handler in a thread of its own."""
+
+    address: str
+
+    def close(self) -> None:
+        """Accept no more connections."""
+
+
+class Link(Protocol):
+    """A module that connects machines."""
+
+    def dial(self, address: str, terms: Terms) -> Wire:
+        """Connect to a listener."""
+
+    def listen(
+        self,
+        address: str,
+        terms: Terms,
+        certificates: bool,
+        handle: Callable[[Wire], None],
+        refused: Callable[[str, str], None],
+    ) -> Listener:
+        """Listen, on a free port for 0; `refused` is given who did not get as far as the handler, and why.
+
+        With `certificates`, those who connect must show one of the authority.
+        """
+
+
+def find(name: str) -> Link:
     """The module of a link."""
-    if name not in LINKS:
-        raise SettingsError(f"there is no link {name!r}: choose one of {', '.join(LINKS)}{nearest(name, LINKS)}")
-    return importlib.import_module(f"shoal.transport.{name}")
+    if name == "websocket":
+        from shoal.transport import websocket
+
+        return websocket
+    if name == "grpc":
+        from shoal.transport import grpc
+
+        return grpc
+    if name == "torchrpc":
+        from shoal.transport import torchrpc
+
+        return torchrpc
+    raise SettingsError(f"there is no link {name!r}: choose one of {', '.join(LINKS)}{nearest(name, LINKS)}")

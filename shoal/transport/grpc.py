@@ -1,42 +1,38 @@
 """The gRPC link: one stream in both directions over HTTP/2, with or without TLS.
 
-Frames are bytes to gRPC, which needs no generated code for them; long ones travel in pieces, each with a byte that says
-whether more follow. TLS is gRPC's own, for which a client first fetches the certificate of the server by a connection
-of ours, and then trusts that one only: gRPC itself neither pins certificates nor tells which it was shown. Nor does it
-let a lowest version of TLS be chosen: so it is given ciphers for 1.2 that nobody can use, and a listener tries whether
-it would take 1.2 all the same.
+Frames are bytes to gRPC, which needs no generated code for them; long ones travel in pieces, each followed by a byte
+that says whether more follow. TLS is gRPC's own, which neither pins certificates nor tells which one it was shown: so a
+client first fetches the server's certificate over a connection of ours, and then trusts only that one. Nor can a lowest
+version of TLS be chosen: so gRPC gets ciphers for 1.2 that nobody can use, and a listener checks whether it would
+accept 1.2 all the same.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import os
 import queue
-import secrets
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from shoal.core.errors import DeadlineExceeded, ServiceLost, ShoalError
+from shoal.core.errors import DeadlineExceeded, ServiceLost, ShoalError, WireError
 from shoal.core.wire import Buffer
-from shoal.transport import tls
-from shoal.transport.certificates import Trust, check_peer
-from shoal.transport.pieces import PIECE, Pieces, cut
-from shoal.transport.strangers import CROWDED, THREADLESS, Place, Room
-from shoal.transport.terms import Terms, line, split
+from shoal.transport import LIMIT, Wire, strangers, trust
+from shoal.transport.strangers import CROWDED, THREADLESS, Lobby, Place
+from shoal.transport.trust import OPENING, Terms, Trust, joined, line, split
 
 SERVICE, METHOD = "shoal.Link", "Carry"
-PROOF = "shoal-proof"  # the metadata by which a stream is refused before anything is done about it
+PIECE = 1 << 20  # bytes that travel at once: the other side takes one in while the next is sent
+LAST, MORE = b"\0", b"\1"
 AHEAD = 8  # pieces that may wait to be sent
-FULL = 0.0005  # seconds before a sender looks again whether there is room
+FULL = 0.0005  # seconds before a sender checks again whether there is room
 STREAMS = 256  # connections at once
-# Those of TLS 1.2 that need a key agreed on beforehand, which there is none of; those of 1.3 are always on.
+# Ciphers of TLS 1.2 that need a key agreed on beforehand, which there is none of; those of 1.3 are always on.
 CIPHERS = "ECDHE-PSK-AES128-CBC-SHA"
 OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", PIECE + 1024),
@@ -47,18 +43,18 @@ OPTIONS: list[tuple[str, Any]] = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.enable_retries", 0),
-    ("grpc.use_local_subchannel_pool", 1),  # a link that broke is not waited for by the next
+    ("grpc.use_local_subchannel_pool", 1),  # the next link does not wait for one that broke
     ("grpc.so_reuseport", 0),  # or two nodes could listen at one address
     ("grpc.max_allowed_incoming_connections", STREAMS),
-    ("grpc.server_handshake_timeout_ms", int(1000 * tls.OPENING)),
-    ("grpc.max_connection_idle_ms", int(1000 * tls.OPENING)),  # for those who open no stream
+    ("grpc.server_handshake_timeout_ms", int(1000 * OPENING)),
+    ("grpc.max_connection_idle_ms", int(1000 * OPENING)),  # for those who open no stream
 ]
 
 
 def library() -> Any:
     """The gRPC library, or an error that names the extra."""
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # it tells of every connection that ends
-    os.environ["GRPC_SSL_CIPHER_SUITES"] = CIPHERS  # which is read once, when the library is loaded
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # it would log every connection that ends
+    os.environ["GRPC_SSL_CIPHER_SUITES"] = CIPHERS  # read once, when the library is loaded
     try:
         import grpc
     except ImportError as error:
@@ -66,34 +62,44 @@ def library() -> Any:
     return grpc
 
 
-def prove(token: str, nonce: str) -> str:
-    """What shows that a stream comes from somebody who knows the token; the handshake that follows proves it."""
-    return f"{nonce}.{hmac.digest(token.encode(), f'shoal grpc {nonce}'.encode(), hashlib.sha256).hex()}"
+def cut(*buffers: Buffer) -> Iterator[bytes]:
+    """The pieces of a frame; the byte that says whether more follow comes last, so that arrays stay aligned."""
+    left, parts, room = sum(map(len, buffers)), [], PIECE
+    for buffer in buffers:
+        view = memoryview(buffer)
+        while view:
+            parts.append(view[:room])
+            view, left, room = view[room:], left - len(parts[-1]), room - len(parts[-1])
+            if left and not room:
+                yield b"".join((*parts, MORE))
+                parts, room = [], PIECE
+    yield b"".join((*parts, LAST))
 
 
-class Wire:
+class GrpcWire:
     """One stream that carries whole frames."""
 
-    guarded = True
+    resumable = False  # gRPC waits for as long as it takes
 
     def __init__(self, peer: str, binding: str = "") -> None:
-        """Begin without a stream; `binding` names the server's certificate, empty without TLS."""
+        """Begin without a stream."""
         self.peer, self.binding = peer, binding
         self.place: Place | None = None
+        self.closed = threading.Event()
         self._incoming: Iterator[bytes] = iter(())
         self._end: Callable[[str], None] = lambda reason: None
-        self._pieces = Pieces()
+        self._allowed: float = strangers.LIMIT  # bytes that the other side may still send
+        self._parts: list[memoryview] = []
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._sending = threading.Lock()
-        self.closed = threading.Event()
 
     def begin(self, incoming: Iterator[bytes], end: Callable[[str], None]) -> None:
-        """Take over a stream; `end` ends it, with what to tell the other side."""
+        """Take over a stream; `end` ends it, with a reason for the other side."""
         self._incoming, self._end = incoming, end
 
     def trust(self) -> None:
-        """Take as much as comes from now on: this is no stranger."""
-        self._pieces.trusted = True
+        """Lift the limits for strangers."""
+        self._allowed = float("inf")
         if self.place is not None:
             self.place.leave()
 
@@ -102,10 +108,10 @@ class Wire:
         while (piece := self._outgoing.get()) is not None:
             yield piece
 
-    def send(self, frame: Buffer) -> None:
-        """Send a frame, a long one in pieces."""
+    def send(self, *buffers: Buffer) -> None:
+        """Send buffers as one frame."""
         with self._sending:
-            for piece in cut(frame):
+            for piece in cut(*buffers):
                 while self._outgoing.qsize() >= AHEAD and not self.closed.is_set():
                     time.sleep(FULL)  # the other side takes nothing for the moment
                 if self.closed.is_set():
@@ -113,44 +119,58 @@ class Wire:
                 self._outgoing.put(piece)
 
     def receive(self, seconds: float | None = None) -> Buffer:
-        """Wait for a frame."""
-        late = threading.Event()
-
-        def give_up() -> None:
-            late.set()
-            self.close()
-
-        timer = None if seconds is None else threading.Timer(seconds, give_up)
-        if timer:
-            timer.daemon = True
-            timer.start()
+        """Wait for a frame; a stream on which none comes in time is closed."""
+        if seconds is None:
+            return self._next()
+        limit, timer = time.monotonic() + seconds, threading.Timer(seconds, self.close)
+        timer.daemon = True
+        timer.start()
         try:
-            while (frame := self._pieces.take(next(self._incoming))) is None:
+            return self._next()
+        except ServiceLost:
+            if time.monotonic() < limit:
+                raise
+            raise DeadlineExceeded("nothing came in time") from None
+        finally:
+            timer.cancel()
+
+    def _next(self) -> Buffer:
+        try:
+            while (frame := self.take(next(self._incoming))) is None:
                 pass
             return frame
         except StopIteration:
-            told = "the link was closed"
+            reason = ""
         except library().RpcError as error:
-            told = f"the link was closed: {line(_details(error))}"
-        finally:
-            if timer:
-                timer.cancel()
+            reason = f": {line(_details(error))}"
         self.close()
-        raise DeadlineExceeded("nothing came in time") if late.is_set() else ServiceLost(told)
+        raise ServiceLost(f"the link was closed{reason}")
+
+    def take(self, piece: bytes) -> Buffer | None:
+        """Take in a piece; return the frame that it completes."""
+        self._allowed -= len(piece)
+        if self._allowed < 0:
+            raise WireError(f"more than {strangers.LIMIT} B before the other side has identified itself")
+        if piece[-1:] not in (LAST, MORE):
+            raise WireError("not a piece of a frame")
+        self._parts.append(memoryview(piece)[:-1])
+        if sum(map(len, self._parts)) > LIMIT:
+            raise WireError(f"a frame of more than {LIMIT} B")
+        if piece[-1:] == MORE:
+            return None
+        parts, self._parts = self._parts, []
+        return parts[0] if len(parts) == 1 else bytearray().join(parts)
 
     def refuse(self, reason: str) -> None:
         """End the stream, and say why."""
-        self._finish(reason)
-
-    def close(self) -> None:
-        """Cut the stream at once, also under threads that wait for it."""
-        self._finish("")
-
-    def _finish(self, reason: str) -> None:
         if not self.closed.is_set():
             self.closed.set()
             self._outgoing.put(None)
             self._end(reason)
+
+    def close(self) -> None:
+        """End the stream at once, also under threads that wait for it."""
+        self.refuse("")
 
 
 def _details(error: Any) -> str:
@@ -158,30 +178,26 @@ def _details(error: Any) -> str:
     return str(details() if details else error) or "no reason"
 
 
-def dial(address: str, terms: Terms) -> Wire:
+def dial(address: str, terms: Terms) -> GrpcWire:
     """Connect to a listener."""
-    grpc = library()
-    host, port = split(address)
-    target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    options, binding = [*OPTIONS], ""
+    grpc, target, wire = library(), joined(*split(address)), GrpcWire(address)
     if terms.secure:
+        from shoal.transport.certificates import name_in
+
         try:
-            with tls.connect(address, terms, ("h2",)) as connection:
-                shown = connection.getpeercert(binary_form=True) or b""
-                binding = tls.peer_fingerprint(connection)
+            with trust.connect(address, terms, ("h2",)) as connection:
+                certificate = trust.shown(connection)
         except OSError as error:
             raise ServiceLost(f"{address} does not answer: {line(str(error))}") from error
-        own = terms.certificates()
-        parts = (own.key.read_bytes(), own.certificate.read_bytes()) if own else (None, None)
-        credentials = grpc.ssl_channel_credentials(ssl.DER_cert_to_PEM_cert(shown).encode(), *parts)
-        options.append(("grpc.ssl_target_name_override", tls.name_in(shown)))  # the name was compared, or it is pinned
-        channel = grpc.secure_channel(target, credentials, options)
+        wire.binding, own = trust.fingerprint(certificate), terms.certificates()
+        pair = (own.key.read_bytes(), own.certificate.read_bytes()) if own else (None, None)
+        credentials = grpc.ssl_channel_credentials(ssl.DER_cert_to_PEM_cert(certificate).encode(), *pair)
+        # The name was compared already, or the certificate is pinned.
+        name = ("grpc.ssl_target_name_override", name_in(certificate))
+        channel = grpc.secure_channel(target, credentials, [*OPTIONS, name])
     else:
-        channel = grpc.insecure_channel(target, options)
-    carry = channel.stream_stream(f"/{SERVICE}/{METHOD}")
-    proof = prove(terms.secret(), secrets.token_hex(16))
-    wire = Wire(address, binding)
-    call = carry(wire.outgoing(), metadata=((PROOF, proof),), wait_for_ready=False)
+        channel = grpc.insecure_channel(target, OPTIONS)
+    call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(wire.outgoing(), wait_for_ready=False)
 
     def end(reason: str) -> None:
         call.cancel()
@@ -189,22 +205,19 @@ def dial(address: str, terms: Terms) -> Wire:
 
     wire.begin(call, end)
     try:
-        grpc.channel_ready_future(channel).result(tls.OPENING)
+        grpc.channel_ready_future(channel).result(OPENING)
     except grpc.FutureTimeoutError:
+        reason = str(call.details()) if call.done() else "timed out"
         wire.close()
-        raise ServiceLost(f"{address} does not answer: {line(_status(call))}") from None
+        raise ServiceLost(f"{address} does not answer: {line(reason)}") from None
     return wire
-
-
-def _status(call: Any) -> str:
-    return str(call.details()) if call.done() else "timed out"
 
 
 class Pool(ThreadPoolExecutor):
     """The threads of a server; where one cannot be started, its call fails and the server goes on."""
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
-        """Have something done, now or when a thread is free."""
+        """Run a function, now or when a thread is free."""
         try:
             return super().submit(function, *args, **options)
         except RuntimeError as error:  # which would end gRPC's own thread, and with it all serving
@@ -213,22 +226,22 @@ class Pool(ThreadPoolExecutor):
             return failed
 
 
-def old_tls(address: str, trust: Trust) -> bool:
-    """Whether who listens there would speak TLS 1.2."""
-    context = tls.client_context(trust, pin="00" * 32)  # whatever it shows: it is this machine itself
+def accepts_old_tls(address: str, own: Trust) -> bool:
+    """Whether the listener at an address of this machine speaks TLS 1.2."""
+    context = trust.client_context(own, pin="00" * 32)  # it is this machine itself, whatever it shows
     context.minimum_version = ssl.TLSVersion.MINIMUM_SUPPORTED
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     with (
         suppress(ssl.SSLError, ConnectionError),
-        socket.create_connection(split(address), tls.OPENING) as plain,
+        socket.create_connection(split(address), OPENING) as plain,
         context.wrap_socket(plain),
     ):
         return True
     return False
 
 
-class Listener:
-    """Takes streams and hands each, in a thread of its own, to a handler."""
+class GrpcListener:
+    """Accepts streams, and hands each to a handler in a thread of its own; those whom TLS refuses are not reported."""
 
     def __init__(
         self,
@@ -238,96 +251,88 @@ class Listener:
         handle: Callable[[Wire], None],
         refused: Callable[[str, str], None],
     ) -> None:
-        """Begin to listen, on a free port for 0; `refused` hears who did not get as far as a handler, and why.
-
-        With `certificates`, those who come must show one of the authority. gRPC says nothing of those whom TLS refuses.
-        """
-        grpc = library()
-        self._handle, self._refused, self._terms, self._room = handle, refused, terms, Room()
-        terms.secret()  # one that is missing is told at once
-        self._trust = trust = None if terms.insecure else terms.certificates()
+        """Begin to listen."""
+        grpc, (host, port), self._trust = library(), split(address), terms.certificates()
+        self._terms, self._handle, self._refused, self._lobby = terms, handle, refused, Lobby()
         self._pool = Pool(STREAMS, thread_name_prefix="grpc")
         self._server = grpc.server(self._pool, options=OPTIONS, maximum_concurrent_rpcs=STREAMS)
         handler = grpc.stream_stream_rpc_method_handler(self._carry)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
-        host, port = split(address)
-        target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._binding = ""
         try:
-            if trust:
-                tls.server_context(trust, certificates)  # what is wrong with them it says better
-                pair = trust.key.read_bytes(), trust.certificate.read_bytes()
-                authority = trust.ca.read_bytes() if certificates else None
+            if own := self._trust:
+                trust.server_context(own, certificates)  # says better than gRPC what is wrong with them
+                self._binding = trust.fingerprint(own.certificate)
+                pair = own.key.read_bytes(), own.certificate.read_bytes()
+                authority = own.ca.read_bytes() if certificates else None
                 credentials = grpc.ssl_server_credentials([pair], authority, require_client_auth=certificates)
-                port = self._server.add_secure_port(target, credentials)
+                port = self._server.add_secure_port(joined(host, port), credentials)
             else:
-                port = self._server.add_insecure_port(target)
+                port = self._server.add_insecure_port(joined(host, port))
         except RuntimeError as error:
             raise ShoalError(f"cannot listen on {address}: {line(str(error))}") from error
         self._server.start()
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        if trust and old_tls(self.address, trust):
+        self.address = joined(host, port)
+        if self._trust and accepts_old_tls(self.address, self._trust):
             self.close()
             raise ShoalError(
-                "gRPC would take TLS 1.2 here, since it was loaded before Shoal could forbid that: set "
+                "gRPC would accept TLS 1.2 here, because it was loaded before Shoal could forbid that: set "
                 f"GRPC_SSL_CIPHER_SUITES={CIPHERS} in the environment, or choose the link websocket"
             )
 
     def _carry(self, incoming: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        """Carry one stream: what this returns is what is sent on it."""
-        grpc = library()
-        peer = context.peer().partition(":")[2]
-        told = str(dict(context.invocation_metadata()).get(PROOF, ""))
-        if reason := self._unwanted(told, context.auth_context().get("x509_pem_cert", [])):
-            self._abort(peer, context, reason)
+        """Carry one stream: what this returns is sent on it."""
+        wire = GrpcWire(context.peer().partition(":")[2], self._binding)
 
         def end(reason: str) -> None:
             if reason:
-                context.set_code(grpc.StatusCode.PERMISSION_DENIED)
+                context.set_code(library().StatusCode.PERMISSION_DENIED)
                 context.set_details(reason[:200])
             else:
                 context.cancel()
 
-        wire = Wire(peer)
+        self._check(wire.peer, context)
         wire.begin(incoming, end)
-        if (place := self._room.enter(peer.rpartition(":")[0], wire.close)) is None:
-            self._abort(peer, context, CROWDED)
-
-        def handle() -> None:
-            try:
-                self._handle(wire)
-            finally:
-                place.leave()
-
+        if (place := self._lobby.enter(wire.peer.rpartition(":")[0], wire.close)) is None:
+            self._abort(wire.peer, context, CROWDED)
         wire.place = place
         if not context.add_callback(wire.close):
             wire.close()
         try:
-            threading.Thread(target=handle, name="connection", daemon=True).start()
+            threading.Thread(target=self._take, args=(wire, place), name="connection", daemon=True).start()
         except RuntimeError:
             place.leave()
-            self._abort(peer, context, THREADLESS)
+            self._abort(wire.peer, context, THREADLESS)
         return wire.outgoing()
+
+    def _take(self, wire: GrpcWire, place: Place) -> None:
+        try:
+            self._handle(wire)
+        finally:
+            place.leave()
+
+    def _check(self, peer: str, context: Any) -> None:
+        """Refuse a certificate that was revoked, or is for another role; where none is required, none may be shown."""
+        if self._trust is None:
+            return
+        from shoal.transport.certificates import check_peer
+
+        try:
+            for certificate in context.auth_context().get("x509_pem_cert", []):
+                check_peer(bytes(certificate), self._trust, self._terms.other)
+        except ShoalError as error:
+            self._abort(peer, context, line(str(error)))
 
     def _abort(self, peer: str, context: Any, reason: str) -> NoReturn:
         """Refuse a stream."""
         self._refused(peer, reason)
         context.abort(library().StatusCode.UNAUTHENTICATED, reason)
-        raise AssertionError("what aborts a stream raises")
-
-    def _unwanted(self, told: str, shown: Sequence[bytes]) -> str:
-        """Why a stream is refused, by the proof that was told and the certificate that was shown."""
-        if not hmac.compare_digest(told.encode(), prove(self._terms.secret(), told.partition(".")[0]).encode()):
-            return "the token is not the same on both sides"
-        if (trust := self._trust) is None:
-            return ""
-        try:
-            for certificate in shown:
-                check_peer(ssl.PEM_cert_to_DER_cert(bytes(certificate).decode()), trust, self._terms.other)
-        except (ShoalError, ValueError) as error:
-            return line(str(error))
-        return ""
+        raise AssertionError("aborting a stream raises")
 
     def close(self) -> None:
-        """Take no more streams; those that stand are ended."""
+        """Accept no more streams; those that stand are ended."""
         self._server.stop(None).wait()
         self._pool.shutdown(wait=False)
+
+
+listen = GrpcListener

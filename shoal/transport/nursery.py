@@ -1,9 +1,9 @@
-"""Where worker processes are born: a process that loads the libraries once and forks a worker whenever it is asked.
+"""Where worker processes start: a process that loads the libraries once and forks a worker whenever it is asked.
 
 Loading torch takes a second or more of a core. The nursery does it once, beside the head, before any thread has
-started; its children begin with everything loaded and share that memory. It serves one head, by a pipe like all others:
-a request brings the control socket of the new worker, the answer is its process number, and the end of each child is
-told with its exit code.
+started; its children begin with everything loaded and share that memory. It serves one head, over a pipe like all
+others: a request carries the control socket of the new worker, the answer is its process number, and the end of each
+child is reported with its exit code.
 """
 
 from __future__ import annotations
@@ -39,21 +39,23 @@ class Nursery:
     def start(self, name: str, module: str, control: socket.socket) -> int:
         """Start a process that runs a module's `main` with its end of the control pipe; return its process number."""
         self._pipe.send(["start", name, module], (control.fileno(),))
-        return int(self._hear("born"))
+        return int(self._receive("started"))
 
     def wait(self, pid: int, seconds: float) -> int | None:
-        """The exit code of a worker, negative for a signal; None: it is still there."""
+        """The exit code of a worker, negative for a signal; None: it is still running."""
         limit = time.monotonic() + seconds
         while pid not in self._codes and (left := limit - time.monotonic()) > 0:
             if self._pipe.pending or select.select([self._pipe.socket], [], [], left)[0]:
                 try:
-                    self._hear("")
-                except ServiceLost:  # the nursery itself was killed: its children can still be, but no code is known
+                    self._receive("")
+                except (
+                    ServiceLost
+                ):  # the nursery itself was killed: its children may live on, but no exit code is known
                     self._codes[pid] = -signal.SIGKILL
         return self._codes.get(pid)
 
-    def _hear(self, kind: str) -> int:
-        """Take messages until one of the kind has come; with no kind, one."""
+    def _receive(self, kind: str) -> int:
+        """Receive messages until one of the kind has come; with no kind, one."""
         while True:
             (what, number, code), _ = self._pipe.receive()
             if what == "ended":
@@ -76,28 +78,23 @@ def python(module: str, name: str, end: socket.socket, *words: str) -> subproces
     code = f"from {module} import main; main({end.fileno()}, *{words!r})"
     environment = {"OPENBLAS_NUM_THREADS": "1", **os.environ}  # a process that forks should have one thread
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-P",
-            "-c",
-            code,
-            f"shoal {name}",
-        ],  # -P: not what lies in this folder first; the name is for whoever looks at a process list
+        # -P: nothing is imported from the current folder; the name is for process lists.
+        [sys.executable, "-P", "-c", code, f"shoal {name}"],
         pass_fds=[end.fileno()],
         stdin=subprocess.DEVNULL,
         env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        start_new_session=True,  # a Ctrl-C at the terminal reaches the head alone, which ends its workers in order
+        start_new_session=True,  # a Ctrl-C in the terminal reaches only the head, which ends its workers in order
     )
     end.close()
     return process
 
 
 def main(descriptor: int, *modules: str) -> None:
-    """Load the modules, then start workers until the head goes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # set, not inherited: who started the head may have changed them
+    """Load the modules, then start workers until the head ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started the head may have changed them
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for module in modules:
-        with suppress(ImportError):  # who needs it will say so
+        with suppress(ImportError):  # whoever needs it will report it
             importlib.import_module(module)
     head = Pipe(socket.socket(fileno=descriptor))
     bell, ringer = os.pipe()
@@ -110,25 +107,25 @@ def main(descriptor: int, *modules: str) -> None:
         with suppress(ServiceLost):
             if bell in ready:
                 os.read(bell, 4096)
-                _tell_ends(head)
+                _report_ends(head)
         while head.socket in ready or head.pending:
             ready = []
             try:
                 (_, name, module), (control,) = head.receive()
             except ServiceLost:
                 os._exit(0)
-            head.send(["born", _start(name, module, control, [head.socket.fileno(), bell, ringer]), 0])
+            head.send(["started", _start(name, module, control, [head.socket.fileno(), bell, ringer]), 0])
 
 
-def _tell_ends(head: Pipe) -> None:
-    """Reap the children that ended and tell how."""
+def _report_ends(head: Pipe) -> None:
+    """Reap the children that ended, and report how."""
     with suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             head.send(["ended", found[0], os.waitstatus_to_exitcode(found[1])])
 
 
 def _start(name: str, module: str, control: int, others: list[int]) -> int:
-    """Fork a worker; where forking a process with loaded libraries is not safe, start it from nothing."""
+    """Fork a worker; where it is not safe to fork a process with loaded libraries, start a new interpreter."""
     if sys.platform != "linux":
         return python(module, name, socket.socket(fileno=control)).pid
     pid = os.fork()
@@ -139,7 +136,7 @@ def _start(name: str, module: str, control: int, others: list[int]) -> int:
 
 
 def _be_worker(name: str, module: str, control: int, others: list[int]) -> None:
-    """The child after the fork: forget the nursery, become the worker."""
+    """Become the worker, in the child after the fork."""
     try:
         with open("/proc/self/comm", "w") as file:
             file.write(name[:15])

@@ -19,15 +19,15 @@ import numpy as np
 from shoal.core import wire
 from shoal.core.errors import DeadlineExceeded, ServiceLost
 
-KEPT = 128  # in the byte of counts: the block is this message's own
+KEPT = 128  # in the byte of counts: the block belongs to this message alone
 LARGE = 256 << 10  # bytes from which mapping memory is cheaper than copying into it
-NEWEST = 2  # values that are kept for others to ask for
+NEWEST = 2  # messages that are kept for others to ask for
 CHUNK = 1 << 16  # one read takes a whole small message
-DESCRIPTORS = socket.CMSG_SPACE(4 * 64)  # room for what one read may bring
+DESCRIPTORS = socket.CMSG_SPACE(4 * 64)  # room for those of one read
 
 
 def anonymous_file(size: int, name: str = "shoal") -> int:
-    """A file descriptor of shared memory that no directory lists; the name is for whoever looks at a process."""
+    """A file descriptor of shared memory that no directory lists; the name is shown where a process is inspected."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create(name)
     else:
@@ -37,11 +37,11 @@ def anonymous_file(size: int, name: str = "shoal") -> int:
     return descriptor
 
 
-class Kept:
-    """A value in shared memory, to be sent to many."""
+class SharedMessage:
+    """A message in shared memory, to be sent to many."""
 
     def __init__(self, source: Any, value: Any) -> None:
-        """Write its large arrays once; the source tells whether it is still what is wanted."""
+        """Write its large arrays once; the source identifies it."""
         self.source = source
         size = wire.shared_size(value)
         self.descriptor = anonymous_file(size)
@@ -49,25 +49,25 @@ class Kept:
             self.message = b"".join(wire.encode(value, block))
 
     def __del__(self) -> None:
-        """Let go of it here; it stays where it was mapped."""
+        """Release it here; it stays where it was mapped."""
         os.close(self.descriptor)
 
 
-class Shelf:
-    """The newest of those values, by what they were made of."""
+class MessageCache:
+    """The newest of those messages, by what they were made from."""
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Begin empty."""
         self._turn = threading.Lock()
-        self._kept: deque[Kept] = deque(maxlen=NEWEST)
+        self._kept: deque[SharedMessage] = deque(maxlen=NEWEST)
 
-    def keep(self, value: Any, message: Any) -> Kept:
+    def keep(self, value: Any, message: Any) -> SharedMessage:
         """The message in shared memory; the same one for the same value."""
         with self._turn:
             for kept in self._kept:
                 if kept.source is value:
                     return kept
-            self._kept.append(Kept(value, message))
+            self._kept.append(SharedMessage(value, message))
             return self._kept[-1]
 
 
@@ -115,8 +115,8 @@ class Pipe:
             for descriptor in new:
                 os.close(descriptor)
 
-    def send_kept(self, kept: Kept) -> None:
-        """Send a value that lies in shared memory already, which the other process maps and need not copy."""
+    def send_kept(self, kept: SharedMessage) -> None:
+        """Send a message that is in shared memory already, which the other process maps and need not copy."""
         self._write(bytes([KEPT | 1]) + kept.message, [kept.descriptor])
 
     def _write(self, data: bytes, descriptors: list[int] | None = None) -> None:
@@ -129,7 +129,7 @@ class Pipe:
         except (TimeoutError, BlockingIOError) as error:
             raise DeadlineExceeded("the other process does not take the message") from error
         except ConnectionError as error:
-            raise ServiceLost("the other process has gone") from error
+            raise ServiceLost("the other process has ended") from error
 
     def _grow(self, need: int) -> int:
         size = max(1 << 20, 1 << (need - 1).bit_length())
@@ -144,13 +144,13 @@ class Pipe:
         except (TimeoutError, BlockingIOError) as error:
             raise DeadlineExceeded("no answer in time") from error
         except ConnectionError as error:
-            raise ServiceLost("the other process has gone") from error
+            raise ServiceLost("the other process has ended") from error
         descriptors: list[int] = []
         if counts:
             kept = counts & KEPT
             if counts & 1:
                 block = self._descriptors.pop(0)
-                # What is kept belongs to many: whoever writes to it has a copy from then on.
+                # A kept message belongs to many: whoever writes to it has a copy from then on.
                 memory = mmap.mmap(
                     block, os.fstat(block).st_size, access=mmap.ACCESS_COPY if kept else mmap.ACCESS_WRITE
                 )
@@ -166,11 +166,11 @@ class Pipe:
 
     @property
     def pending(self) -> bool:
-        """Whether more has been read already, which no selector will tell."""
+        """Whether more has been read already, which no selector will report."""
         return bool(self._rest)
 
     def _read(self) -> tuple[memoryview, int, int]:
-        """The next message, the length of its header and its byte of counts; what came after it is kept."""
+        """The next message, the length of its header and its byte of counts; what follows it is kept."""
         data, self._rest = self._rest or self._more(), b""
         while len(data) < 1 + wire.PREFIX.size:
             data += self._more()
@@ -186,14 +186,14 @@ class Pipe:
         while view:
             count = self.socket.recv_into(view)
             if not count:
-                raise ServiceLost("the other process went away in the middle of a message")
+                raise ServiceLost("the other process ended in the middle of a message")
             view = view[count:]
         return memoryview(message)[1:], header, data[0]
 
     def _more(self) -> bytes:
         data, control, _, _ = self.socket.recvmsg(CHUNK, DESCRIPTORS)
         if not data:
-            raise ServiceLost("the other process has gone")
+            raise ServiceLost("the other process has ended")
         for _, _, payload in control:
             self._descriptors += np.frombuffer(payload, np.int32).tolist()
         return data
@@ -205,7 +205,7 @@ class Pipe:
 
 
 def _owned(value: Any) -> Any:
-    """Copy large arrays out of shared memory; small ones already lie in the message's own."""
+    """Copy large arrays out of shared memory; small ones are part of the message itself."""
     if isinstance(value, np.ndarray):
         return value.copy() if value.nbytes >= wire.THRESHOLD else value
     if isinstance(value, dict):

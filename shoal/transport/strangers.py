@@ -1,4 +1,4 @@
-"""Those who have not shown who they are: how many may be here at once, and what is said of those who are refused."""
+"""Admission before authentication: how many strangers may be connected at once, and what the log says of them."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ from collections.abc import Callable
 from contextlib import suppress
 
 PLACES = 64  # strangers at once
-GOING = 1.0  # seconds in which one who is put out has to be gone
-PUT_OUT = "it took too long while others waited: only so many may be here who are not known yet"
-CROWDED = "too many are here already who are not known yet"
-THREADLESS = "this machine starts no more threads"
-FULLY, WINDOW = 10, 10.0  # refusals that are told one by one in so many seconds; the others are counted
+LEAVING = 1.0  # seconds within which one who has to leave must be gone
+LIMIT = 64 << 10  # bytes that a stranger may send
+DISPLACED = "it took too long to identify itself while others were waiting"
+CROWDED = "too many connections have not identified themselves yet"
+THREADLESS = "this machine cannot start more threads"
+IN_FULL, WINDOW = 10, 10.0  # refusals that are logged one by one within a number of seconds; the others are counted
 
 
 class Place:
-    """What one stranger takes up until he is known or gone."""
+    """What one stranger occupies until it is known or gone."""
 
-    def __init__(self, room: Room, host: str, put_out: Callable[[], None]) -> None:
-        """Be taken by somebody from a host, whom `put_out` makes go."""
-        self.room, self.host, self.put_out = room, host, put_out
-        self.wanted = False  # by somebody else
+    def __init__(self, lobby: Lobby, host: str, disconnect: Callable[[], None]) -> None:
+        """Belong to a connection from a host, which `disconnect` ends."""
+        self.lobby, self.host, self.disconnect = lobby, host, disconnect
+        self.displaced = False
 
     def leave(self) -> None:
-        """Give it back; also more than once."""
-        self.room.leave(self)
+        """Give it back; may be called more than once."""
+        self.lobby.leave(self)
 
 
-class Room:
-    """Places for strangers: where all are taken, whoever has been there longest makes way for the next.
+class Lobby:
+    """Places for strangers; when all are taken, the one that has been there longest makes way for the next.
 
-    He is chosen among those from the host with most of them, so that nobody keeps out the others by coming often.
+    It is chosen among those from the host with most of them, so that nobody keeps others out by connecting often.
     """
 
     def __init__(self) -> None:
@@ -40,18 +41,18 @@ class Room:
         self._places: dict[Place, None] = {}  # in the order in which they were taken
         self._change = threading.Condition()
 
-    def enter(self, host: str, put_out: Callable[[], None]) -> Place | None:
+    def enter(self, host: str, disconnect: Callable[[], None]) -> Place | None:
         """A place, or None where nobody makes way in time."""
         with self._change:
             if len(self._places) >= PLACES:
-                staying = [place for place in self._places if not place.wanted]  # the others are about to go
-                crowd = Counter(place.host for place in staying).most_common(1)
-                for oldest in [place for place in staying if place.host == crowd[0][0]][:1]:
-                    oldest.wanted = True
-                    oldest.put_out()
-                if not self._change.wait_for(lambda: len(self._places) < PLACES, GOING):
+                staying = [place for place in self._places if not place.displaced]
+                most = Counter(place.host for place in staying).most_common(1)
+                for oldest in [place for place in staying if place.host == most[0][0]][:1]:
+                    oldest.displaced = True
+                    oldest.disconnect()
+                if not self._change.wait_for(lambda: len(self._places) < PLACES, LEAVING):
                     return None
-            place = Place(self, host, put_out)
+            place = Place(self, host, disconnect)
             self._places[place] = None
             return place
 
@@ -62,40 +63,40 @@ class Room:
             self._change.notify_all()
 
 
-class Refusals:
-    """Tells of those who were refused: the first in full, and how many more there were, so that nobody fills a log."""
+class RefusalLog:
+    """Reports refused connections: the first in full, then how many more there were, so that nobody fills a log."""
 
-    def __init__(self, tell: Callable[[str, str], None]) -> None:
-        """Tell who was refused, and why."""
-        self._tell = tell
+    def __init__(self, report: Callable[[str, str], None]) -> None:
+        """Report who was refused, and why."""
+        self._report = report
         self._turn = threading.RLock()
-        self._since, self._told, self._more, self._last = -WINDOW, 0, 0, ""
+        self._since, self._reported, self._more, self._last = -WINDOW, 0, 0, ""
         self._timer: threading.Timer | None = None
 
     def __call__(self, peer: str, reason: str) -> None:
-        """Tell of one, or count him."""
+        """Report one refusal, or count it."""
         with self._turn:
             now = time.monotonic()
             if now - self._since >= WINDOW:
                 self.flush()
-                self._since, self._told = now, 0
-            if self._told < FULLY:
-                self._told += 1
-                self._tell(peer, reason)
+                self._since, self._reported = now, 0
+            if self._reported < IN_FULL:
+                self._reported += 1
+                self._report(peer, reason)
                 return
             self._more, self._last = self._more + 1, f"{peer}, {reason}"
             if self._timer is None:
                 timer = threading.Timer(self._since + WINDOW - now, self.flush)
                 timer.daemon, timer.name = True, "refusals"
-                with suppress(RuntimeError):  # without a thread for it, the next refusal tells
+                with suppress(RuntimeError):  # without a thread for it, the next refusal reports
                     timer.start()
                     self._timer = timer
 
     def flush(self) -> None:
-        """Say now how many more there were."""
+        """Report now how many more there were."""
         with self._turn:
             if self._timer is not None:
                 self._timer.cancel()
             more, self._more, self._timer = self._more, 0, None
             if more:
-                self._tell(f"{more} more in the last {WINDOW:g} s", f"the last of them {self._last}")
+                self._report(f"{more} more in the last {WINDOW:g} s", f"the last one {self._last}")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from shoal.core.algorithm import Algorithm
-from shoal.core.doing import FIRST, Reminder
+from shoal.core.doing import FIRST, Seldom
 from shoal.core.means import Means
 from shoal.core.randomness import derive, seed_everything
 from shoal.core.rights import calls
@@ -44,7 +44,7 @@ def evaluate(experiment: Experiment, parameters: Parameters, journal: Journal, c
     due, final = journal.last_evaluated() + experiment.evaluation_interval, False
     envs: Envs | None = None
     policy: Follower | None = None
-    complaint = Reminder()
+    complaint = Seldom()
     try:
         while not final:
             status = parameters.status()

@@ -13,7 +13,7 @@ import pytest
 
 import shoal
 from shoal.cli.main import main
-from shoal.transport.certificates import fingerprint
+from shoal.transport.trust import fingerprint
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CARTPOLE = str(CONFIGS / "ppo_cartpole.yaml")
@@ -168,7 +168,7 @@ def test_node_makes_trust_for_this_machine_and_for_others(shell: Any, tmp_path: 
     assert (tmp_path / "trust" / "token").read_text() not in output
     code, _, errors = shell(*words)
     assert code == 2
-    assert "is there already and nothing in it is overwritten" in errors
+    assert "already exists, and nothing in it is overwritten" in errors
 
 
 def test_node_takes_part_in_the_run_of_a_file(shell: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from shoal.engines.options import Machines, Network, Room
 from shoal.services.parameters import Parameters
 from shoal.services.queue import Queue
 from shoal.transport import LINKS
-from shoal.transport.terms import Terms
+from shoal.transport.trust import Terms
 from tests.engines import programs
 from tests.pace import long, seconds
 
@@ -491,9 +491,7 @@ def test_the_death_of_a_host_is_told_before_its_callers_losses(build: Any, name:
     engine.run("host", programs.count_up, notes, "host")
     engine.run("caller", programs.count_up, shelf, "caller")
     engine.run("killer", programs.kill_once, notes, "host pids")
-    with pytest.raises(
-        WorkerFailed, match="host died: The actor" if name == "ray" else "host was killed by SIGKILL"
-    ):
+    with pytest.raises(WorkerFailed, match="host died: The actor" if name == "ray" else "host was killed by SIGKILL"):
         engine.wait("caller")
 
 

@@ -21,9 +21,8 @@ from shoal.engines.node import Node, join
 from shoal.engines.once import Once
 from shoal.engines.options import Machines, Network
 from shoal.services.checkpoints import Checkpoints
-from shoal.transport.greeting import meet
-from shoal.transport.session import Session
-from shoal.transport.terms import Terms
+from shoal.transport.session import Session, meet
+from shoal.transport.trust import Terms
 from tests.engines import programs
 from tests.pace import seconds
 

@@ -131,7 +131,7 @@ def test_placement_spreads_workers_over_the_nodes(build: Any) -> None:
     assert engine.launcher.group is None
     again = build()
     assert placement_group_table(group)["state"] == "REMOVED"
-    assert again.ray.is_initialized()
+    assert again.launcher.ray.is_initialized()
 
 
 def test_nobody_at_the_address_is_said_at_once() -> None:
@@ -184,7 +184,7 @@ def test_when_a_host_dies_everyone_begins_again(build: Any) -> None:
 def test_cartpole_is_solved_although_a_node_goes(
     ray_cluster: Simulated, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.engines.ray.PATIENCE", 4.0)
+    monkeypatch.setattr("shoal.engines.ray.ROOM", 4.0)
     ray_cluster.tell("add 2")
     run, ended = tmp_path / "run", threading.Event()
 

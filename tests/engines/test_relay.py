@@ -13,7 +13,7 @@ from shoal.engines import Options, make, node
 from shoal.engines.node import Node, Relay, listen
 from shoal.engines.options import Machines
 from shoal.services.parameters import Parameters
-from shoal.transport.terms import Terms
+from shoal.transport.trust import Terms
 from tests.engines import programs
 from tests.pace import seconds
 

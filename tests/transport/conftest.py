@@ -14,9 +14,8 @@ import pytest
 
 from shoal.engines.node import Node, listen
 from shoal.transport.certificates import initialise, issue
-from shoal.transport.greeting import meet
-from shoal.transport.session import ANSWERING, Session
-from shoal.transport.terms import Terms
+from shoal.transport.session import ANSWERING, Session, meet
+from shoal.transport.trust import Terms
 from tests.pace import seconds
 
 

@@ -12,11 +12,9 @@ import numpy as np
 import pytest
 
 from shoal.core.errors import Refused, ServiceLost, ShoalError, WireError
-from shoal.transport import grpc, pieces
-from shoal.transport.certificates import fingerprint, read_token
-from shoal.transport.greeting import Gate, meet
-from shoal.transport.session import Session
-from shoal.transport.terms import Terms
+from shoal.transport import grpc, strangers
+from shoal.transport.session import Gate, Session, meet
+from shoal.transport.trust import Terms, fingerprint, read_token
 from tests.pace import seconds
 from tests.transport.test_refusals import last_of
 
@@ -68,7 +66,7 @@ def call(gate: Gate, *args: Any, **terms: Any) -> Any:
 def test_frames_of_every_length_arrive_whole(gate: Open, folders: Path, secure: bool) -> None:
     here, there = ({"trust": str(folders / name)} if secure else {} for name in ("here", "there"))
     opened = gate(**here)
-    for size in (0, 1, pieces.PIECE - 300, pieces.PIECE, 3 * pieces.PIECE + 7):
+    for size in (0, 1, grpc.PIECE - 300, grpc.PIECE, 3 * grpc.PIECE + 7):
         sent = np.random.default_rng(size).integers(0, 256, size, np.uint8)
         (came,) = call(opened, sent, **there)
         np.testing.assert_array_equal(came, sent)
@@ -112,10 +110,10 @@ def test_a_head_whose_certificate_has_expired_does_not_knock(gate: Open, folders
 
 def test_who_says_too_much_before_he_is_known_is_refused(gate: Open, refusals: list[str]) -> None:
     wire = grpc.dial(gate().address, Terms("head", link="grpc"))
-    wire.send(bytes(pieces.STRANGER + 1))
+    wire.send(bytes(strangers.LIMIT + 1))
     with pytest.raises(ServiceLost):
         last_of(wire)
-    assert "before anything is known" in refusals[0]
+    assert "before the other side has identified itself" in refusals[0]
 
 
 def test_a_listener_that_ends_is_noticed(gate: Open) -> None:
@@ -130,15 +128,15 @@ def test_a_listener_that_ends_is_noticed(gate: Open) -> None:
 
 def test_a_taken_address_is_told(gate: Open) -> None:
     with pytest.raises(ShoalError, match="cannot listen on"):
-        grpc.Listener(gate().address, Terms("node", link="grpc"), True, lambda wire: None, lambda *_: None)
+        grpc.listen(gate().address, Terms("node", link="grpc"), True, lambda wire: None, lambda *_: None)
 
 
 def test_a_sender_waits_for_a_receiver_who_takes_nothing() -> None:
-    wire = grpc.Wire("nobody")
+    wire = grpc.GrpcWire("nobody")
 
     def send() -> None:
         with pytest.raises(ServiceLost):
-            wire.send(bytes(20 * pieces.PIECE))
+            wire.send(bytes(20 * grpc.PIECE))
 
     sender = threading.Thread(target=send)
     sender.start()
@@ -149,14 +147,29 @@ def test_a_sender_waits_for_a_receiver_who_takes_nothing() -> None:
     assert wire._outgoing.qsize() <= grpc.AHEAD + 1  # with the sign that it is over
 
 
-def test_pieces_of_no_frame_are_refused() -> None:
-    taken = pieces.Pieces()
-    taken.trusted = True
+def test_what_is_no_piece_of_a_frame_is_refused() -> None:
+    wire = grpc.GrpcWire("nobody")
+    wire.trust()
     for odd in (b"", b"abc\x02"):
-        with pytest.raises(WireError, match="a piece of no frame"):
-            taken.take(odd)
-    whole = bytes(range(256)) * 9000
-    parts = [*pieces.cut(whole)]
-    assert len(parts) == 3
-    assert [taken.take(part) for part in parts[:-1]] == [None, None]
-    assert taken.take(parts[-1]) == whole
+        with pytest.raises(WireError, match="not a piece of a frame"):
+            wire.take(odd)
+
+
+@pytest.mark.parametrize("lengths", [[0], [1, 0, 2], [grpc.PIECE], [grpc.PIECE - 1, 1, 1], [7, 3 * grpc.PIECE, 9]])
+def test_pieces_are_put_together_again(lengths: list[int]) -> None:
+    wire = grpc.GrpcWire("nobody")
+    wire.trust()
+    buffers = [np.random.default_rng(length).bytes(length) for length in lengths]
+    *first, last = grpc.cut(*buffers)
+    assert len(first) == max(sum(lengths) - 1, 0) // grpc.PIECE
+    assert all(wire.take(piece) is None for piece in first)
+    assert wire.take(last) == b"".join(buffers)
+
+
+def test_a_frame_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc, "LIMIT", 10)
+    wire = grpc.GrpcWire("nobody")
+    wire.trust()
+    wire.take(b"12345\x01")
+    with pytest.raises(WireError, match="a frame of more than 10 B"):
+        wire.take(b"123456\x00")

@@ -13,9 +13,8 @@ from shoal.core.errors import ServiceFailed
 from shoal.engines import Options, make
 from shoal.engines import node as nodes
 from shoal.engines.options import Machines
-from shoal.transport.greeting import meet
-from shoal.transport.session import Session
-from shoal.transport.terms import Terms
+from shoal.transport.session import Session, meet
+from shoal.transport.trust import Terms
 from tests.engines import programs
 from tests.pace import seconds
 from tests.transport.conftest import Standing

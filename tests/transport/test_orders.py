@@ -17,7 +17,7 @@ from shoal.core.recipe import describe
 from shoal.experiment import Experiment
 from shoal.topology import MODULES, facts
 from shoal.transport.session import ANSWERING
-from shoal.transport.terms import Terms
+from shoal.transport.trust import Terms
 from tests.pace import seconds
 from tests.transport.conftest import Standing
 

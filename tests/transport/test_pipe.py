@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.transport.pipe import Pipe, Shelf
+from shoal.transport.pipe import MessageCache, Pipe
 
 
 def memories() -> int:
@@ -23,7 +23,7 @@ def memories() -> int:
 
 
 def test_a_kept_value_is_written_once_and_nobody_changes_it_for_others() -> None:
-    before, shelf = memories(), Shelf()
+    before, shelf = memories(), MessageCache()
     value: Any = {"numbers": np.arange(100_000), "few": np.arange(3), "name": "weights"}
     answers = []
     for _ in range(3):
@@ -57,7 +57,7 @@ def test_a_kept_value_is_written_once_and_nobody_changes_it_for_others() -> None
 
 
 def test_arrays_through_the_pipes_own_memory_go_on_around_a_kept_one() -> None:
-    shelf, value = Shelf(), {"numbers": np.arange(100_000)}
+    shelf, value = MessageCache(), {"numbers": np.arange(100_000)}
     here, end = Pipe.pair()
     there = Pipe(end)
     for number in range(3):

@@ -18,7 +18,7 @@ from shoal.engines import make
 from shoal.engines.node import Node, listen
 from shoal.engines.options import Machines, Network, Options
 from shoal.transport import strangers
-from shoal.transport.terms import Terms, split
+from shoal.transport.trust import Terms, split
 from tests.engines import programs
 from tests.pace import seconds
 from tests.transport.conftest import Standing
@@ -186,4 +186,4 @@ def test_strangers_take_up_no_more_than_their_places(
     until(lambda: all(now <= was + 2 for now, was in zip(counts(), before, strict=True)), f"not {before} any more")
     standing.works()
     windows = 1 + (time.monotonic() - begin) // strangers.WINDOW
-    assert 1 <= len(standing.refusals()) <= windows * (strangers.FULLY + 1)
+    assert 1 <= len(standing.refusals()) <= windows * (strangers.IN_FULL + 1)

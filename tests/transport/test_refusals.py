@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
 import shutil
 import socket
 import struct
@@ -21,11 +19,10 @@ from shoal.core.errors import Refused, ServiceLost, SettingsError, ShoalError
 from shoal.engines import make
 from shoal.engines.node import Node, listen
 from shoal.engines.options import Machines, Network, Options
-from shoal.transport import greeting, session, tls, websocket
-from shoal.transport.certificates import expiry, fingerprint, read_token
-from shoal.transport.greeting import LIMIT, Gate, meet
-from shoal.transport.handshake import Handshake
-from shoal.transport.terms import Terms, split
+from shoal.transport import LIMIT, certificates, session, trust, websocket
+from shoal.transport.certificates import expiry
+from shoal.transport.session import FACTS, Gate, meet
+from shoal.transport.trust import HELLO, MAGIC, Terms, fingerprint, handshake, read_token, split
 from tests.pace import seconds
 from tests.transport.conftest import Standing
 
@@ -52,7 +49,7 @@ STRANGERS = {
     "wrong token": ("there", "", "x" * 32, "the token is not the same", "the token is not the same"),
     "wrong authority": ("stranger", "", "", "not issued by the authority in ca.pem", "not issued by its authority"),
     "certificate of another authority": ("stranger", "here", "", "refused this machine's certificate", "not issued by"),
-    "no certificate": ("", "here", "token", "wants a certificate of its authority", "sent no certificate"),
+    "no certificate": ("", "here", "token", "requires a certificate of its authority", "sent no certificate"),
     "wrong pin": ("there", "there", "", "is not the pinned one", ""),
     "plain text": ("", "", "token", "TLS is on at this machine", "does not speak TLS"),
 }
@@ -91,16 +88,15 @@ def test_a_head_without_a_token_does_not_even_knock(stand: Stand, terms: Any, fo
     standing.works()
 
 
-@pytest.mark.parametrize("token", [b"", b"anyone on this machine"])
+@pytest.mark.parametrize("token", ["", "anyone on this machine"])
 def test_the_right_authority_without_the_token_is_refused(
-    stand: Stand, terms: Any, folders: Path, token: bytes
+    stand: Stand, terms: Any, folders: Path, monkeypatch: pytest.MonkeyPatch, token: str
 ) -> None:
     standing = stand(*terms)
     link = websocket.dial(standing.address, Terms("head", str(folders / "there"), role="head"))
-    shake = Handshake("joiner", "head", "x" * 32, greeting.FACTS, link.binding)
-    shake._token = token
+    monkeypatch.setattr(trust, "TOKEN_LENGTH", 0)
     with pytest.raises(Refused, match="the other side says: the token is not the same on both sides"):
-        greeting._greet(link, shake, None)
+        session._greet(link, handshake("joiner", "head", token, FACTS, link.binding))
     link.close()
     assert "the token is not the same on both sides" in standing.said("refused 127.0.0.1:")
     standing.works()
@@ -109,7 +105,7 @@ def test_the_right_authority_without_the_token_is_refused(
 def test_a_node_whose_certificate_has_expired_is_refused_with_the_day(
     stand: Stand, terms: Any, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tls, "check_own", lambda certificate: None)  # it expired while the node was running
+    monkeypatch.setattr(certificates, "check_dates", lambda certificate: None)  # it expired while the node was running
     pinned = Terms("head", str(folders / "there"), fingerprint(folders / "expired" / "node.pem"), role="head")
     standing = stand(Terms("node", str(folders / "expired")), pinned)
     with pytest.raises(Refused) as caught:
@@ -126,7 +122,7 @@ def test_a_head_whose_certificate_has_expired_is_refused(
     standing = stand(*terms)
     with pytest.raises(ShoalError, match=r"expired on \d{4}-"):  # its own check says so
         standing.meet(Terms("head", str(folders / "expired"), role="head"))
-    monkeypatch.setattr(tls, "check_own", lambda certificate: None)
+    monkeypatch.setattr(certificates, "check_dates", lambda certificate: None)
     with pytest.raises((Refused, ServiceLost), match=f"refused this machine's certificate: it has expired|{LOST}"):
         standing.meet(Terms("head", str(folders / "expired"), role="head"))
     assert standing.said("the other side's certificate has expired")
@@ -181,8 +177,7 @@ def put(link: Any, data: str | bytes) -> None:
     if isinstance(data, bytes):
         link.send(data)
     else:
-        link.protocol.send_text(data.encode())
-        link.flush()
+        link.send_frame(websocket.TEXT, data.encode())
 
 
 def last_of(link: Any) -> None:
@@ -191,14 +186,17 @@ def last_of(link: Any) -> None:
         link.receive(20.0)
 
 
+HELLO_THERE = HELLO.pack(MAGIC, 1, b"j", bytes(32)) + b"head"
 BAD = {
-    "garbage": (b"\x00\xff\xfe garbage", "a message is no JSON"),
-    "deep": (b"[" * 60_000, "a message is no JSON"),
-    "number": (b"9" * 60_000, "a message is no JSON"),
-    "list": (b"[1, 2]", "a message is no mapping"),
-    "empty": (b"", "a message is no JSON"),
-    "kind": (json.dumps({"kind": "facts"}).encode(), "hello was due"),
-    "protocol": (json.dumps({"kind": "hello", "protocol": 99}).encode(), "protocol: here 1, there 99"),
+    "garbage": (b"\x00\xff\xfe garbage", "it does not begin as Shoal's does"),
+    "long": (b"[" * 60_000, "it does not begin as Shoal's does"),
+    "JSON": (b'{"kind": "hello"}', "it does not begin as Shoal's does"),
+    "empty": (b"", "it does not begin as Shoal's does"),
+    "cut": (HELLO_THERE[:-5], "it does not begin as Shoal's does"),
+    "nameless": (HELLO_THERE[:-4], "a role or a name that is not valid"),
+    "escape": (HELLO_THERE + b"\x1b[31m", "a role or a name that is not valid"),
+    "role": (HELLO.pack(MAGIC, 1, b"x", bytes(32)) + b"head", "a role or a name that is not valid"),
+    "protocol": (HELLO.pack(MAGIC, 99, b"j", bytes(32)) + b"head", "protocol: here 1, there 99"),
     "oversized": (bytes((64 << 10) + 1), "65536"),
     "text": ("text", "text came where frames are binary"),
 }
@@ -241,7 +239,7 @@ def test_who_opens_a_websocket_and_says_no_more_is_dropped_in_time(
     stand: Stand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     standing = stand(*OPEN)
-    monkeypatch.setattr(greeting, "GREETING", 0.2)
+    monkeypatch.setattr(session, "GREETING", 0.2)
     link = knock(standing.address)
     with pytest.raises(ServiceLost):
         link.receive(20.0)
@@ -285,25 +283,18 @@ def tampered(standing: Standing, tamper: Callable[[Any, bytes], None]) -> str:
     """Meet a node, send a frame as `tamper` does, and return why the session ended."""
     other = standing.meet(OPEN[1])
     assert other.call("describe", seconds=seconds(20))["slots"] == 2
-    frame = bytes(other._guard.seal(b"".join(wire.encode(["call", 0, "describe", []]))))
-    tamper(other.link, frame)
+    tamper(other.link, message("call", 0, "describe", []))
     assert other.closed.wait(20)
     other.join()
     return other.lost
 
 
-def twice(link: Any, frame: bytes) -> None:
-    link.send(frame)
-    link.send(frame)
-
-
 def announced(link: Any, frame: bytes) -> None:
     """The beginning of a frame that would be larger than any may be."""
-    link.stream.write(struct.pack(">BBQ", 0x82, 0xFF, LIMIT + 100) + bytes(4) + frame)
+    link.write(struct.pack(">BBQ", 0x82, 0xFF, LIMIT + 100) + bytes(4) + frame)
 
 
 TAMPERED: dict[str, Callable[[Any, bytes], None]] = {
-    "repeated": twice,
     "altered": lambda link, frame: link.send(bytes([frame[0] ^ 1]) + frame[1:]),
     "cut": lambda link, frame: link.send(frame[:-1]),
     "stub": lambda link, frame: link.send(frame[:5]),
@@ -311,7 +302,13 @@ TAMPERED: dict[str, Callable[[Any, bytes], None]] = {
     "garbage": lambda link, frame: link.send(bytes(range(256))),
     "text": lambda link, frame: put(link, "text"),
     "announced": announced,
-    "no websocket": lambda link, frame: link.stream.write(b"\xff" * 100),
+    "no mask": lambda link, frame: link.write(bytes([0x82, len(frame)]) + frame),
+    "reserved bits": lambda link, frame: link.write(bytes([0xC2, 0x80, 0, 0, 0, 0])),
+    "unknown kind": lambda link, frame: link.write(bytes([0x83, 0x80, 0, 0, 0, 0])),
+    "continued nothing": lambda link, frame: link.write(bytes([0x80, 0x80, 0, 0, 0, 0])),
+    "begun twice": lambda link, frame: link.write(2 * bytes([0x02, 0x80, 0, 0, 0, 0])),
+    "long ping": lambda link, frame: link.write(bytes([0x89, 0xFE, 0, 126, 0, 0, 0, 0]) + bytes(126)),
+    "no websocket": lambda link, frame: link.write(b"\xff" * 100),
 }
 
 
@@ -322,33 +319,30 @@ def test_a_frame_that_is_not_in_order_ends_its_session_only(stand: Stand, case: 
     standing.works()
 
 
-def test_frames_in_another_order_end_their_session_only(stand: Stand) -> None:
+def masked(frame: bytes) -> bytes:
+    key = b"\x01\x80\xff\x00"
+    return key + bytes(byte ^ key[place % 4] for place, byte in enumerate(frame))
+
+
+def test_frames_as_other_libraries_send_them_are_taken(stand: Stand) -> None:
+    """With a mask, in parts, and with a ping between them."""
     standing = stand(*OPEN)
     other = standing.meet(OPEN[1])
-    first, second = (bytes(other._guard.seal(b"".join(wire.encode(["tell", -1, "beat", []])))) for _ in range(2))
-    other.link.send(second)
-    # The node may have ended the session before the other frame is written.
-    with contextlib.suppress(ServiceLost):
-        other.link.send(first)
-    assert other.closed.wait(20)
+    frame = message("call", 0, "describe", [])
+    other.link.write(bytes([0x02, 0x80 | 11]), masked(frame[:11]))
+    other.link.write(bytes([0x89, 0x84]), masked(b"ping"))
+    other.link.write(bytes([0x00, 0x80]), masked(b""))
+    other.link.write(bytes([0x80, 0x80 | len(frame[11:])]), masked(frame[11:]))
+    assert other.call("describe", seconds=seconds(20))["slots"] == 2
+    other.close()
     other.join()
-    standing.works()
-
-
-def test_frames_of_another_session_are_worth_nothing(stand: Stand) -> None:
-    standing = stand(*OPEN)
-    one, two = standing.meet(OPEN[1]), standing.meet(OPEN[1])
-    two.link.send(bytes(one._guard.seal(b"".join(wire.encode(["tell", -1, "beat", []])))))
-    assert two.closed.wait(20)
-    two.join()
-    assert one.closed.is_set() is False
-    one.close()
-    one.join()
     standing.works()
 
 
 class Link:
     """A link whose frames come from an iterator."""
+
+    resumable = True
 
     def __init__(self, frames: Any) -> None:
         self.frames, self.closed, self.sent = iter(frames), threading.Event(), []
@@ -359,17 +353,11 @@ class Link:
         self.closed.wait()
         raise ServiceLost("the link was closed")
 
-    def send(self, frame: bytes) -> None:
-        self.sent.append(frame)
+    def send(self, *buffers: bytes) -> None:
+        self.sent.append(b"".join(buffers))
 
     def close(self) -> None:
         self.closed.set()
-
-
-class Unguarded:
-    """Frames as they are."""
-
-    seal = open = staticmethod(lambda frame: frame)
 
 
 def message(*parts: Any) -> bytes:
@@ -378,7 +366,7 @@ def message(*parts: Any) -> bytes:
 
 def ended(frames: Any, answer: Callable[..., Any]) -> session.Session:
     """A session after its frames have ended it."""
-    made = session.Session(Link(frames), Unguarded(), answer)
+    made = session.Session(Link(frames), answer)
     assert made.closed.wait(20)
     return made
 
@@ -389,7 +377,7 @@ def test_too_many_frames_a_second_end_a_session(monkeypatch: pytest.MonkeyPatch)
     asked = itertools.count()
     made = ended(itertools.repeat(message("tell", -1, "beat", [])), lambda *_: next(asked))
     made.join()
-    assert made.lost == "more than 1 frames a second"
+    assert made.lost == "more than 1 frames per second"
     assert next(asked) <= 101
 
 
@@ -411,9 +399,7 @@ def test_whatever_an_answer_raises_is_told_and_ends_no_thread() -> None:
         return object() if kind == "odd" else "good"
 
     frames = [message("call", number, "raise", [number % len(raised)]) for number in range(40)]
-    made = session.Session(
-        Link([*frames, message("call", 40, "odd", []), message("call", 41, "good", [])]), Unguarded(), answer
-    )
+    made = session.Session(Link([*frames, message("call", 40, "odd", []), message("call", 41, "good", [])]), answer)
     limit = time.monotonic() + 20
     while len(made.link.sent) < 42 and time.monotonic() < limit:
         assert not made.closed.wait(0.01)

@@ -14,10 +14,9 @@ from shoal.engines import make
 from shoal.engines.cluster import SENSELESS
 from shoal.engines.node import Node, listen
 from shoal.engines.options import Machines, Network, Options
-from shoal.transport import greeting
-from shoal.transport.greeting import meet
-from shoal.transport.session import Session
-from shoal.transport.terms import Terms
+from shoal.transport import session as sessions
+from shoal.transport.session import Session, meet
+from shoal.transport.trust import Terms
 from tests.engines import programs
 from tests.pace import seconds
 from tests.transport.test_reconnects import until
@@ -128,7 +127,9 @@ def test_what_a_node_says_of_workers_elsewhere_ends_nothing(joined: tuple[Any, S
     cluster.launcher.machines = Machines(network=cluster.launcher.network, remote=None)
     cluster.run("two", programs.idle)
     cluster.watch(0.0)
-    cluster.launcher.places["two"] = "another"
+    station = cluster.launcher.stations["badger"]
+    until(lambda: not station.ordering, "it is never ordered its work")
+    station.ordered, cluster.launcher.places["two"] = ["one"], "another"
     session.call("report", *changed(3, ["two"])[:4], {"two": "broke"}, False, seconds=seconds(20))
     assert not cluster.launcher.stations["badger"].ended
     assert not cluster.launcher.stations["badger"].failures
@@ -145,7 +146,7 @@ def test_what_a_worker_failed_of_changes_no_terminal(joined: tuple[Any, Session]
 
 
 def test_work_that_fits_in_no_frame_ends_the_run_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(greeting, "LIMIT", 100_000)
+    monkeypatch.setattr(sessions, "LIMIT", 100_000)
     node = Node(1, ("shoal", "tests"))
     gate = listen(node, "127.0.0.1:0", Terms("node"))
     cluster = make(

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from shoal.cli.main import app
 from shoal.core.errors import Refused, ServiceLost, SettingsError, ShoalError
-from shoal.transport.certificates import fingerprint, issue, read_revoked, read_token, revoke, roles_in, rotate
-from shoal.transport.greeting import Gate, meet
-from shoal.transport.terms import Terms
+from shoal.transport.certificates import issue, revoke, roles_in, rotate
+from shoal.transport.session import Gate, meet
+from shoal.transport.trust import Terms, fingerprint, read_revoked, read_token
 from tests.pace import seconds
 
 HEAD_FIRST = pytest.mark.parametrize("certificates", [False, True], ids=["head listens", "node listens"])
@@ -105,7 +105,7 @@ def test_who_listens_in_another_role_is_refused(opened: Any, issued: Path, certi
     wanted = "node" if certificates else "head"
     with pytest.raises(Refused, match=rf"is for a {listening}; a {wanted} needs one of its own: .*--role {wanted}"):
         meeting.come(issued / coming)
-    with pytest.raises(Refused, match="says neither head nor node, as old ones do"):
+    with pytest.raises(Refused, match="names neither head nor node"):
         opened(issued / "none", certificates, link).come(issued / coming)
 
 
@@ -142,7 +142,7 @@ def test_a_revoked_machine_is_shut_out_from_then_on(opened: Any, trust: Path, li
         meeting.come(trust / "head")
     meeting.come(trust / "both")
     (trust / "node" / "revoked").write_text("no fingerprint\n")  # rather nobody than one who was to be shut out
-    with pytest.raises((Refused, ServiceLost), match="is no fingerprint"):
+    with pytest.raises((Refused, ServiceLost), match="is not a fingerprint"):
         meeting.come(trust / "both")
 
 
@@ -180,9 +180,9 @@ def test_files_are_replaced_whole_and_for_their_owner_only(trust: Path) -> None:
     ]  # fmt: skip
     issue(trust / "both", trust / "further")
     assert read_revoked(trust / "further") == {before}  # it knows as well
-    with pytest.raises(SettingsError, match="only the machine where the authority was made"):
+    with pytest.raises(SettingsError, match="only the machine where the authority was created"):
         rotate(trust / "node")
-    with pytest.raises(ShoalError, match="is no fingerprint"):
+    with pytest.raises(ShoalError, match="is not a fingerprint"):
         revoke(trust / "both", "nobody")
     with pytest.raises(SettingsError, match="is the certificate of"):
         revoke(trust / "both", str(trust / "both"))

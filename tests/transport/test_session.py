@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,10 +20,12 @@ from tests.pace import seconds
 class Stuck:
     """A link that takes nothing and gives nothing, as one does that was cut while its buffers were full."""
 
+    resumable = True
+
     def __init__(self) -> None:
         self.closed = threading.Event()
 
-    def send(self, frame: bytes) -> None:
+    def send(self, *buffers: bytes) -> None:
         self.closed.wait()
         raise ServiceLost("the link is closed")
 
@@ -35,15 +38,8 @@ class Stuck:
         self.closed.set()
 
 
-class Plain:
-    """A guard that guards nothing."""
-
-    def seal(self, frame: bytes) -> bytes:
-        return frame
-
-
 def test_silence_ends_a_session_under_those_who_wait_to_send() -> None:
-    session = Session(Stuck(), Plain(), lambda *_: None)
+    session = Session(Stuck(), lambda *_: None)
     session.silence = 0.1
     with pytest.raises(ServiceLost):
         session.tell("beat")
@@ -54,16 +50,17 @@ def test_silence_ends_a_session_under_those_who_wait_to_send() -> None:
 class Straight:
     """One end of a link within this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, resumable: bool = True) -> None:
+        self.resumable = resumable
         self.other: Straight = self
         self.frames: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
-    def send(self, frame: bytes) -> None:
-        self.other.frames.put(frame)
+    def send(self, *buffers: bytes) -> None:
+        self.other.frames.put(b"".join(buffers))
 
     def receive(self, seconds: float | None = None) -> bytes:
         try:
-            frame = self.frames.get(timeout=seconds)
+            frame = self.frames.get(timeout=None if seconds is None else max(seconds, 0))
         except queue.Empty:
             raise DeadlineExceeded("nothing came in time") from None
         if frame is None:
@@ -75,27 +72,29 @@ class Straight:
             end.frames.put(None)
 
 
-class Whole:
-    """A guard that only puts the parts of a frame together."""
-
-    def seal(self, *parts: bytes) -> bytes:
-        return b"".join(parts)
-
-    def open(self, frame: bytes) -> bytes:
-        return frame
-
-
-@pytest.mark.parametrize("room", [session_module.FULL, 100])
-def test_answers_arrive_while_every_thread_waits_for_one(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
-    monkeypatch.setattr(session_module, "FULL", room)
-    one, two = Straight(), Straight()
+def pair(resumable: bool) -> tuple[Straight, Straight]:
+    """Both ends of a link."""
+    one, two = Straight(resumable), Straight(resumable)
     one.other, two.other = two, one
+    return one, two
+
+
+BOTH_KINDS = pytest.mark.parametrize("resumable", [True, False])
+
+
+@BOTH_KINDS
+@pytest.mark.parametrize("room", [session_module.FULL, 100])
+def test_answers_arrive_while_every_thread_waits_for_one(
+    monkeypatch: pytest.MonkeyPatch, room: int, resumable: bool
+) -> None:
+    monkeypatch.setattr(session_module, "FULL", room)
+    one, two = pair(resumable)
     asked = threading.Barrier(2 * ANSWERING)
 
     def answer(session: Session, kind: str, args: list[Any]) -> Any:
         return session.call("leaf", *args, seconds=seconds(20)) if kind == "nested" else [*args]
 
-    sessions = [Session(one, Whole(), answer), Session(two, Whole(), answer)]
+    sessions = [Session(one, answer), Session(two, answer)]
 
     def ask(number: int) -> Any:
         asked.wait(20)
@@ -110,13 +109,11 @@ def test_answers_arrive_while_every_thread_waits_for_one(monkeypatch: pytest.Mon
         assert not any(thread.is_alive() for thread in session._threads)
 
 
-def test_a_slow_call_holds_up_no_other() -> None:
-    one, two = Straight(), Straight()
-    one.other, two.other = two, one
+@BOTH_KINDS
+def test_a_slow_call_holds_up_no_other(resumable: bool) -> None:
+    one, two = pair(resumable)
     release = threading.Event()
-    sessions = [
-        Session(end, Whole(), lambda _, kind, args: release.wait(20) if kind == "slow" else True) for end in (one, two)
-    ]
+    sessions = [Session(end, lambda _, kind, args: release.wait(20) if kind == "slow" else True) for end in (one, two)]
     with ThreadPoolExecutor(ANSWERING) as pool:
         slow = [pool.submit(sessions[0].call, "slow", seconds=seconds(20)) for _ in range(ANSWERING - 2)]
         for _ in range(100):
@@ -142,8 +139,8 @@ class Fed(Straight):
         self.taken += 1
         return frame
 
-    def send(self, frame: bytes) -> None:
-        self.sent.put(frame)
+    def send(self, *buffers: bytes) -> None:
+        self.sent.put(b"".join(buffers))
 
 
 def settled(link: Fed) -> int:
@@ -158,7 +155,7 @@ def settled(link: Fed) -> int:
 def test_no_more_is_read_while_calls_of_many_bytes_are_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "FULL", 2500)
     link, release = Fed(40, 1000), threading.Event()
-    session = Session(link, Whole(), lambda *_: release.wait(seconds(20)))
+    session = Session(link, lambda *_: release.wait(seconds(20)))
     session.silence = 0.1  # which is not the other side's, while nothing is read
     assert settled(link) == 3
     release.set()
@@ -171,9 +168,9 @@ def test_calls_of_too_many_bytes_end_a_session_where_an_answer_is_waited_for(mon
     monkeypatch.setattr(session_module, "FULL", 2500)
     monkeypatch.setattr(session_module, "MOST", 10_000)
     link, release = Fed(40, 1000), threading.Event()
-    session = Session(link, Whole(), lambda *_: release.wait(seconds(20)))
+    session = Session(link, lambda *_: release.wait(seconds(20)))
     assert settled(link) == 3
-    with pytest.raises(ServiceLost, match="calls of more than 10000 B at once"):  # it is read on, for the answer
+    with pytest.raises(ServiceLost, match="unanswered calls of more than 10000 B"):  # it is read on, for the answer
         session.call("describe", seconds=seconds(20))
     assert link.taken < 12
     release.set()
@@ -184,8 +181,76 @@ def test_calls_that_are_never_answered_end_a_session(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(session_module, "FULL", 2500)
     monkeypatch.setattr(session_module, "PAUSE", 0.2)
     release = threading.Event()
-    session = Session(Fed(40, 1000), Whole(), lambda *_: release.wait(seconds(20)))
+    session = Session(Fed(40, 1000), lambda *_: release.wait(seconds(20)))
     assert session.closed.wait(seconds(20))
     assert "were not answered within 0.2 s" in session.lost
     release.set()
     session.join()
+
+
+def test_a_caller_reads_its_own_answer_and_passes_on_what_is_not_its_own() -> None:
+    one, two = pair(True)
+    readers: list[str] = []
+    receive = one.receive
+
+    def noted(seconds: float | None = None) -> bytes:
+        frame = receive(seconds)
+        readers.append(threading.current_thread().name)
+        return frame
+
+    one.receive = noted  # type: ignore[method-assign]
+    release = threading.Event()
+    sessions = [Session(end, lambda _, kind, args: release.wait(20) if kind == "slow" else args) for end in (one, two)]
+    for number in range(300):
+        assert sessions[0].call("same", number, seconds=seconds(20)) == [number]
+    assert readers.count(threading.current_thread().name) > 100  # no other thread stood between
+    with ThreadPoolExecutor(4) as pool:
+        slow = [pool.submit(sessions[0].call, "slow", seconds=seconds(20)) for _ in range(4)]
+        for number in range(100):
+            assert sessions[0].call("same", number, seconds=seconds(20)) == [number]
+            assert sessions[1].call("same", number, seconds=seconds(20)) == [number]  # read by whoever waits there
+        release.set()
+        assert all(each.result() for each in slow)
+    for session in sessions:
+        session.close()
+    for session in sessions:
+        session.join()
+
+
+@BOTH_KINDS
+def test_a_deadline_holds_for_who_reads_and_for_who_does_not(resumable: bool) -> None:
+    one, two = pair(resumable)
+    release = threading.Event()
+    sessions = [Session(end, lambda _, kind, args: release.wait(20) if kind == "slow" else args) for end in (one, two)]
+
+    def late(number: int) -> str:
+        with pytest.raises(DeadlineExceeded) as caught:
+            sessions[0].call("slow", number, seconds=0.2)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert {*pool.map(late, range(4))} == {"slow: no answer within 0.2 s"}
+    assert sessions[0].call("same", 1, seconds=seconds(20)) == [1]
+    assert sessions[1].call("same", 2, seconds=seconds(20)) == [2]
+    release.set()
+    for session in sessions:
+        session.close()
+    for session in sessions:
+        session.join()
+
+
+@BOTH_KINDS
+def test_a_call_is_answered_promptly_after_this_side_has_called(resumable: bool) -> None:
+    one, two = pair(resumable)
+    sessions = [Session(end, lambda _, kind, args: args) for end in (one, two)]
+    for number in range(50):
+        assert sessions[number % 2].call("same", number, seconds=seconds(20)) == [number]
+    began = time.monotonic()
+    for number in range(20):  # between calls nobody reads for a moment
+        assert sessions[number % 2].call("same", number, seconds=seconds(20)) == [number]
+        time.sleep(session_module.LINGER)
+    assert time.monotonic() - began < seconds(2)
+    for session in sessions:
+        session.close()
+    for session in sessions:
+        session.join()

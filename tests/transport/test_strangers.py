@@ -18,11 +18,9 @@ import pytest
 from shoal.core.errors import Refused, ServiceLost, ShoalError
 from shoal.engines import make
 from shoal.engines.options import Machines, Network, Options
-from shoal.transport import find, greeting, grpc, strangers, tls, websocket
-from shoal.transport.certificates import Trust
-from shoal.transport.handshake import Handshake
-from shoal.transport.session import Session
-from shoal.transport.terms import OPEN, Terms, split
+from shoal.transport import find, grpc, session, strangers, websocket
+from shoal.transport.session import FACTS, Session
+from shoal.transport.trust import OPEN, Terms, Trust, client_context, handshake, split
 from tests.pace import seconds
 from tests.transport.conftest import Standing
 
@@ -36,7 +34,7 @@ def test_a_thread_that_cannot_be_started_deafens_nobody(
     stand: Stand, monkeypatch: pytest.MonkeyPatch, link: str, name: str
 ) -> None:
     # Nobody answers where there is no thread for it; less than the silence after which the standing link would end.
-    monkeypatch.setattr(greeting, "GREETING", min(seconds(1), 8.0))
+    monkeypatch.setattr(session, "GREETING", min(seconds(1), 8.0))
     terms = Terms("node", link=link), Terms("head", link=link)
     standing = stand(*terms)
     start, failed = threading.Thread.start, threading.Event()
@@ -95,7 +93,7 @@ def let_in(standing: Standing, terms: Terms) -> Session:
 
 def test_the_one_who_comes_most_often_makes_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strangers, "PLACES", 3)
-    room, gone = strangers.Room(), []
+    room, gone = strangers.Lobby(), []
     places: dict[str, Any] = {}
 
     def enter(name: str, host: str) -> None:
@@ -104,14 +102,14 @@ def test_the_one_who_comes_most_often_makes_way(monkeypatch: pytest.MonkeyPatch)
     for name, host in [("first", "a"), ("second", "b"), ("third", "b"), ("fourth", "b"), ("fifth", "b")]:
         enter(name, host)
     assert gone == ["second", "third"]
-    assert places["third"].wanted
-    assert not places["first"].wanted
+    assert places["third"].displaced
+    assert not places["first"].displaced
 
 
 def test_who_does_not_go_keeps_his_place_and_the_next_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strangers, "PLACES", 1)
-    monkeypatch.setattr(strangers, "GOING", 0.01)
-    room = strangers.Room()
+    monkeypatch.setattr(strangers, "LEAVING", 0.01)
+    room = strangers.Lobby()
     place = room.enter("a", lambda: None)
     assert room.enter("b", lambda: None) is None
     assert place is not None
@@ -124,27 +122,27 @@ def test_refusals_are_told_in_full_at_first_and_then_counted(stand: Stand, monke
     window = seconds(3)
     monkeypatch.setattr(strangers, "WINDOW", window)
     standing = stand(Terms("node"), Terms("head"))
-    for _ in range(strangers.FULLY + 25):
+    for _ in range(strangers.IN_FULL + 25):
         with socket.create_connection(split(standing.address), 20) as connection:
             connection.sendall(b"\x16nothing")
             while connection.recv(1000):
                 pass
     line = standing.said(" more in the last ")
-    assert line.startswith(f"refused 25 more in the last {window:g} s: the last of them 127.0.0.1:")
+    assert line.startswith(f"refused 25 more in the last {window:g} s: the last one 127.0.0.1:")
     assert line.endswith("the other side speaks TLS")
-    assert len(standing.refusals()) == strangers.FULLY + 1
+    assert len(standing.refusals()) == strangers.IN_FULL + 1
     standing.works()
 
 
 @pytest.mark.parametrize("certificates", [False, True])
 def test_grpc_takes_tls_1_3_only(folders: Path, certificates: bool) -> None:
     terms = Terms("node", str(folders / "here"), link="grpc")
-    listener = grpc.Listener("127.0.0.1:0", terms, certificates, lambda wire: None, lambda *_: None)
+    listener = grpc.listen("127.0.0.1:0", terms, certificates, lambda wire: None, lambda *_: None)
     trust = Trust.inside(folders / "there")
     found = {}
     try:
         for version in (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3):
-            context = tls.client_context(trust)
+            context = client_context(trust)
             context.minimum_version = context.maximum_version = version
             with (
                 socket.create_connection(split(listener.address), 20) as plain,
@@ -161,10 +159,10 @@ EARLY = """
 import sys
 import grpc  # before anybody could say which ciphers
 from shoal.core.errors import ShoalError
-from shoal.transport.grpc import Listener
-from shoal.transport.terms import Terms
+from shoal.transport.grpc import listen
+from shoal.transport.trust import Terms
 try:
-    Listener("127.0.0.1:0", Terms("node", sys.argv[1], link="grpc"), True, print, print)
+    listen("127.0.0.1:0", Terms("node", sys.argv[1], link="grpc"), True, print, print)
 except ShoalError as error:
     print(error)
 """
@@ -177,17 +175,16 @@ def test_grpc_that_would_take_tls_1_2_all_the_same_is_not_listened_with(
     words = [sys.executable, "-c", EARLY, str(folders / "here")]
     root = Path(__file__).parents[3]
     told = subprocess.run(words, capture_output=True, text=True, timeout=seconds(60), cwd=root, check=True).stdout
-    assert told.startswith("gRPC would take TLS 1.2 here")
+    assert told.startswith("gRPC would accept TLS 1.2 here")
     assert "choose the link websocket" in told
 
 
 def test_another_version_of_shoal_is_refused_and_both_are_named(stand: Stand) -> None:
     standing = stand(Terms("node"), Terms("head"))
     link = websocket.dial(standing.address, Terms("head"))
-    shake = Handshake("joiner", "head", OPEN, {**greeting.FACTS, "shoal": "99.0"}, link.binding)
-    here = greeting.FACTS["shoal"]
+    here = FACTS["shoal"]
     with pytest.raises((Refused, ServiceLost), match=rf"shoal: here 99\.0, there {here}"):
-        greeting._greet(link, shake, None)
+        session._greet(link, handshake("joiner", "head", OPEN, {**FACTS, "shoal": "99.0"}, link.binding))
     link.close()
     assert f"shoal: here {here}, there 99.0" in standing.said("refused 127.0.0.1:")
     standing.works()
@@ -206,4 +203,4 @@ def test_plain_text_is_warned_of_on_both_sides(command: Any, caplog: pytest.LogC
         assert line, said
     node.terminate()
     assert said.count("insecure: nothing is encrypted") == 1
-    assert "whoever reaches the port can take part" in said
+    assert "anyone who reaches the port can take part" in said

@@ -20,8 +20,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from shoal.core.errors import Refused, SettingsError, ShoalError
-from shoal.transport.certificates import Trust, expiry, fingerprint
-from shoal.transport.tls import check_pin, client_context, explain, peer_fingerprint, server_context
+from shoal.transport.certificates import expiry
+from shoal.transport.trust import Trust, check_pin, client_context, explain, fingerprint, server_context, shown
 
 HOST = "node1.example.org"
 WELCOME = "welcome"
@@ -115,10 +115,10 @@ def test_a_joiner_of_another_authority_is_refused(folders: Path) -> None:
 def test_a_joiner_without_a_certificate_is_refused_unless_the_listener_says_otherwise(folders: Path) -> None:
     pin = fingerprint(folders / "here" / "node.pem")
     listened, joined = meet(server_context(trust(folders, "here")), client_context(pin=pin))
-    assert listened == "the other side sent no certificate, and this one wants one of its authority"
-    assert joined == "the other side wants a certificate of its authority, and this one sent none"
+    assert listened == "the other side sent no certificate, and one of this authority is required"
+    assert joined == "the other side requires a certificate of its authority, and this one sent none"
     server = server_context(trust(folders, "here"), require_certificate=False)
-    check = lambda connection: check_pin(connection, pin)  # noqa: E731
+    check = lambda connection: check_pin(shown(connection), pin)  # noqa: E731
     assert meet(server, client_context(pin=pin), "any.name", check) == (WELCOME, WELCOME)
 
 
@@ -127,10 +127,10 @@ def test_only_the_pinned_certificate_is_taken(folders: Path) -> None:
     right = fingerprint(folders / "here" / "node.pem")
     seen = []
     for pin in (right, right.replace(":", "").lower()):
-        meet(server, client_context(pin=pin), check=lambda found, pin=pin: seen.append(check_pin(found, pin)))
+        meet(server, client_context(pin=pin), check=lambda found, pin=pin: seen.append(check_pin(shown(found), pin)))
     assert seen == [None, None]
     wrong = fingerprint(folders / "there" / "node.pem")  # of the same authority, but not the one
-    _, joined = meet(server, client_context(pin=wrong), check=lambda connection: check_pin(connection, wrong))
+    _, joined = meet(server, client_context(pin=wrong), check=lambda connection: check_pin(shown(connection), wrong))
     assert joined == f"the other side's certificate is not the pinned one: its fingerprint is {right}"
 
 
@@ -138,7 +138,7 @@ def test_a_peer_that_showed_nothing_has_no_fingerprint() -> None:
     nobody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_hostname=HOST)
     nobody.getpeercert = lambda binary_form: None  # type: ignore[method-assign, misc, assignment]
     with pytest.raises(Refused, match="showed no certificate"):
-        peer_fingerprint(nobody)
+        shown(nobody)
 
 
 def test_an_expired_certificate_is_not_loaded(folders: Path) -> None:
@@ -182,8 +182,8 @@ def test_a_second_look_tells_when_the_other_expired(folders: Path) -> None:
     error = ssl.SSLCertVerificationError(1, "certificate verify failed")
     error.verify_code = 10
     when = expiry(folders / "expired" / "node.pem")
-    assert f"has expired on {when:%Y-%m-%d %H:%M} UTC" in explain(error, text)
-    assert "has expired: issue another" in explain(error, "anything at all")
+    assert f"has expired on {when:%Y-%m-%d %H:%M} UTC" in explain(error, text.encode())
+    assert "has expired: issue another" in explain(error, b"anything at all")
 
 
 def test_plain_text_is_told_from_tls(folders: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_connection_that_ends_is_told(folders: Path) -> None:
 def test_something_must_vouch_for_the_other_side() -> None:
     with pytest.raises(SettingsError, match="nothing to verify the other side by"):
         client_context()
-    with pytest.raises(SettingsError, match="is no fingerprint"):
+    with pytest.raises(SettingsError, match="is not a fingerprint"):
         client_context(pin="AB:CD")
 
 
@@ -225,8 +225,8 @@ def test_files_that_do_not_fit_are_told_in_one_line(folders: Path, tmp_path: Pat
         (replace(here, key=there.key), "the private key does not belong to the certificate"),
         (replace(here, key=tmp_path / "nowhere"), "cannot read .*No such file"),
         (replace(here, certificate=tmp_path / "nowhere"), "cannot read .*nowhere: No such file"),
-        (replace(here, certificate=tmp_path / "empty"), "is no certificate"),
-        (replace(here, ca=tmp_path / "empty"), "is no certificate of an authority"),
+        (replace(here, certificate=tmp_path / "empty"), "is not a certificate"),
+        (replace(here, ca=tmp_path / "empty"), "is not a certificate of an authority"),
         (replace(here, ca=tmp_path / "nowhere"), "cannot read .*nowhere: No such file"),
     ):
         with pytest.raises(ShoalError, match=words) as caught:

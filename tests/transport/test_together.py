@@ -1,62 +1,81 @@
-"""All layers at once, over loopback: TLS by pin only, the handshake bound to it, and guarded frames."""
+"""All layers at once, over loopback: TLS by pin only, the handshake bound to it, and what an altered byte does."""
 
 from __future__ import annotations
 
-import json
 import socket
 import ssl
+import struct
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from shoal.core.errors import Refused
-from shoal.transport.certificates import Trust, fingerprint, read_token
-from shoal.transport.handshake import Handshake, Session
-from shoal.transport.tls import check_pin, client_context, peer_fingerprint, server_context
+from shoal.core.errors import Refused, ServiceLost
+from shoal.transport.session import Gate, Session, meet
+from shoal.transport.trust import (
+    Terms,
+    Trust,
+    check_pin,
+    client_context,
+    fingerprint,
+    handshake,
+    read_token,
+    server_context,
+    shown,
+    split,
+)
+from tests.pace import seconds
+
+FACTS = {"wire": 1}
 
 
-def shake(connection: Any, handshake: Handshake) -> Session:
-    """Drive a handshake over a connection, a line of JSON per message."""
+def shake(connection: Any, steps: Any) -> str:
+    """Drive a handshake over a connection, the length before each message."""
     with connection.makefile("rwb") as file:
-        message = handshake.begin()
-        while True:
-            if message is not None:
-                file.write(json.dumps(message).encode() + b"\n")
+        message = next(steps)
+        try:
+            while True:
+                if message is None:
+                    message = steps.send(file.read(struct.unpack(">I", file.read(4))[0]))
+                    continue
+                file.write(struct.pack(">I", len(message)) + message)
                 file.flush()
-            if handshake.done:
-                return handshake.session()
-            message = handshake.receive(json.loads(file.readline()))
+                message = next(steps)
+        except StopIteration as end:
+            return str(end.value)
 
 
 def listen(listening: socket.socket, folder: Path, came: list[Any]) -> None:
-    """Let one machine in and echo a frame, or keep the reason why not."""
+    """Let one machine in and take what it sends, or keep the reason why not."""
     trust = Trust.inside(folder)
     connection, _ = listening.accept()
     connection.settimeout(20)
     try:
         with server_context(trust, require_certificate=False).wrap_socket(connection, server_side=True) as secure:
-            facts = {"wire": 1}
-            handshake = Handshake("listener", "head", read_token(folder), facts, fingerprint(trust.certificate))
-            session = shake(secure, handshake)
-            came.append(bytes(session.guard.open(secure.recv(1000))))
-            secure.sendall(session.guard.seal(b"and back"))
-    except (OSError, Refused, ValueError) as error:
+            came.append(
+                shake(secure, handshake("listener", "head", read_token(folder), FACTS, fingerprint(trust.certificate)))
+            )
+            came.append(secure.recv(1000))
+            secure.sendall(b"and back")
+    except (OSError, Refused, struct.error) as error:
         came.append(error)
     finally:
         connection.close()
 
 
 def join(port: int, pin: str, token: str, checked: bool = True) -> bytes:
-    """Join with a pin and a token only, and send a frame."""
+    """Join with a pin and a token only, and send something."""
     context = client_context(pin=pin)
     with socket.create_connection(("127.0.0.1", port), 20) as plain, context.wrap_socket(plain) as secure:
         if checked:
-            check_pin(secure, pin)
-        session = shake(secure, Handshake("joiner", "node", token, {"wire": 1}, peer_fingerprint(secure)))
-        secure.sendall(session.guard.seal(b"there"))
-        return bytes(session.guard.open(secure.recv(1000)))
+            check_pin(shown(secure), pin)
+        shake(secure, handshake("joiner", "node", token, FACTS, fingerprint(shown(secure))))
+        secure.sendall(b"there")
+        return secure.recv(1000)
 
 
 def test_a_pin_and_a_token_are_enough(folders: Path) -> None:
@@ -70,11 +89,20 @@ def test_a_pin_and_a_token_are_enough(folders: Path) -> None:
             assert join(listening.getsockname()[1], pin, token) == b"and back"
         finally:
             thread.join()
-    assert came == [b"there"]
+    assert came == ["node", b"there"]
+
+
+def carry(source: Any, target: Any, alter: Callable[[bytes], bytes] = lambda data: data) -> None:
+    """Pass on what comes from one side to the other."""
+    with suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(alter(data))
+    with suppress(OSError):
+        target.shutdown(socket.SHUT_RDWR)
 
 
 def relay(listening: socket.socket, folder: Path, port: int) -> None:
-    """Stand in between with another certificate, and pass on every line, TLS taken off and put on again."""
+    """Stand in between with another certificate, and pass on everything, TLS taken off and put on again."""
     connection, _ = listening.accept()
     connection.settimeout(20)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -85,14 +113,10 @@ def relay(listening: socket.socket, folder: Path, port: int) -> None:
             socket.create_connection(("127.0.0.1", port), 20) as plain,
             server.wrap_socket(connection, server_side=True) as joined,
             context.wrap_socket(plain) as head,
-            joined.makefile("rwb") as left,
-            head.makefile("rwb") as right,
         ):
-            source, target = left, right
-            while line := source.readline():
-                target.write(line)
-                target.flush()
-                source, target = target, source
+            while line := joined.recv(1000):  # each side speaks in turn
+                head.sendall(line)
+                joined.sendall(head.recv(1000))
     except OSError:
         pass  # one of both has ended it
     finally:
@@ -113,7 +137,7 @@ def test_one_who_stands_in_between_is_found_out_by_the_pin_and_by_the_binding(fo
             thread.start()
         pin, token = fingerprint(folders / "here" / "node.pem"), read_token(folders / "here")
         try:
-            with pytest.raises((Refused, OSError, ValueError)) as caught:
+            with pytest.raises((Refused, OSError, struct.error)) as caught:
                 join(between.getsockname()[1], pin, token, checked)
         finally:
             for thread in threads:
@@ -121,4 +145,81 @@ def test_one_who_stands_in_between_is_found_out_by_the_pin_and_by_the_binding(fo
     if checked:
         assert "is not the pinned one" in str(caught.value)
     else:
-        assert "a third is listening in between" in str(came[0])
+        assert "somebody is intercepting the connection" in str(came[0])
+
+
+class Wiretap:
+    """Stands between two machines, and alters one byte of what goes one way, or repeats or drops some."""
+
+    def __init__(self, target: str) -> None:
+        self.target, self.change = split(target), ""
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.listening.getsockname()[1]}"
+        self.ends: list[socket.socket] = []
+        self.threads = [threading.Thread(target=self._accept)]
+        self.threads[0].start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                here, there = self.listening.accept()[0], socket.create_connection(self.target)
+                self.ends += [here, there]
+                for args in ((there, here), (here, there, self._alter)):
+                    self.threads.append(threading.Thread(target=carry, args=args))
+                    self.threads[-1].start()
+
+    def _alter(self, data: bytes) -> bytes:
+        change, self.change = self.change, ""
+        place = len(data) // 2
+        if change == "altered":
+            return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+        return {"repeated": 2 * data, "dropped": b"", "cut": data[:place]}.get(change, data)
+
+    def close(self) -> None:
+        """Let nobody through any more."""
+        for end in (self.listening, *self.ends):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+        for thread in self.threads:
+            thread.join()
+
+
+@pytest.mark.parametrize("link", ["websocket", "grpc"])
+@pytest.mark.parametrize("change", ["altered", "repeated", "dropped", "cut"])
+def test_under_tls_no_byte_can_be_changed(folders: Path, link: str, change: str) -> None:
+    taken: list[Any] = []
+    ends: list[Session] = []
+
+    def answer(session: Session, kind: str, args: list[Any]) -> int:
+        taken.append(args[0].tobytes())
+        return len(taken)
+
+    def stay(name: str, session: Session) -> None:
+        ends.append(session)
+        session.closed.wait()
+        session.join()
+
+    terms = Terms("node", str(folders / "here"), link=link)
+    gate = Gate("127.0.0.1:0", terms, lambda _: answer, stay, lambda *_: None, certificates=True)
+    tap = Wiretap(gate.address)
+    try:
+        _, session = meet(tap.address, Terms("head", str(folders / "there"), link=link, role="head"), lambda *_: None)
+        sent = np.arange(1000)
+        assert session.call("take", sent, seconds=seconds(20)) == 1
+        session.silence = ends[0].silence = seconds(2)  # what was dropped may be noticed by silence only
+        tap.change = change
+        with pytest.raises(ServiceLost):
+            call_on(session, sent)
+        assert ends[0].closed.wait(seconds(20))
+        session.join()
+        assert {*taken} == {sent.tobytes()}  # nothing else was ever taken for a message
+    finally:
+        tap.close()
+        gate.close()
+
+
+def call_on(session: Session, sent: Any) -> None:
+    """Call again and again."""
+    while True:
+        session.call("take", sent, seconds=seconds(20))

@@ -10,12 +10,12 @@ from torch.distributed import rpc
 
 from shoal.core.errors import ServiceLost, SettingsError
 from shoal.transport import find, torchrpc
-from shoal.transport.terms import Terms
+from shoal.transport.trust import Terms
 
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "not on this machine": ("192.0.2.1:7700", {"rank": 1, "world": 2, "trust": "folder"}, "say --insecure"),
-    "no count": ("127.0.0.1:7700", {}, "torch RPC counts machines"),
-    "a rank too many": ("127.0.0.1:7700", {"rank": 2, "world": 2}, "rank 2 of 2 makes no sense"),
+    "no count": ("127.0.0.1:7700", {}, "torch RPC numbers its machines"),
+    "a rank too many": ("127.0.0.1:7700", {"rank": 2, "world": 2}, "rank 2 of 2 is not possible"),
 }
 
 
@@ -39,7 +39,7 @@ def test_on_loopback_no_other_interface_is_used_whatever_the_environment_says(mo
 
 def test_a_head_has_to_know_how_many_will_come() -> None:
     with pytest.raises(SettingsError, match=r"set network\.world"):
-        torchrpc.Listener("127.0.0.1:0", Terms("head", link="torchrpc"), True, lambda wire: None, lambda *_: None)
+        torchrpc.listen("127.0.0.1:0", Terms("head", link="torchrpc"), True, lambda wire: None, lambda *_: None)
 
 
 def test_an_unknown_link_is_told_with_the_nearest() -> None:
