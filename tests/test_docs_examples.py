@@ -117,6 +117,7 @@ def test_the_engine_of_the_page_trains_and_keeps_lockstep(tmp_path: Path) -> Non
     assert weights["shuffled"] != weights["turns"]
 
 
+@pytest.mark.long
 def test_that_engine_keeps_every_promise_in_its_table(tmp_path: Path) -> None:
     (told,) = follow(EXTEND / "engine.md", "pytest", tmp_path)
     promises = re.findall(r"^\| .* \| yes.* \|$", (EXTEND / "engine.md").read_text(), re.MULTILINE)
