@@ -28,8 +28,8 @@ def test_engines_are_measured_with_the_same_work(monkeypatch: pytest.MonkeyPatch
     for row in rows.values():
         assert all(value > 0 for key, value in row.items() if key not in ("engine", "head_cpu_ms_per_1000"))
         assert row["small_p50_us"] <= row["small_p99_us"]
-    # Where all live in one process it does the work; of calls between others the head knows nothing.
-    assert rows["inline"]["head_cpu_ms_per_1000"] > 10 * rows["processes"]["head_cpu_ms_per_1000"]
+    # Where all live in one process it does the work; calls between other processes cost the head nothing.
+    assert rows["inline"]["head_cpu_ms_per_1000"] > rows["processes"]["head_cpu_ms_per_1000"]
 
 
 def test_the_head_is_measured_against_more_and_more_actors() -> None:

@@ -165,6 +165,7 @@ def test_a_ray_of_ones_own_is_started_and_ended(only_ray: None) -> None:
     assert not engine.launcher.ray.is_initialized()
 
 
+@pytest.mark.long
 def test_when_a_host_dies_everyone_begins_again(build: Any) -> None:
     engine = build(revivable=frozenset({"host"}), homes={"shelf": "host"})
     notes, shelf = engine.serve("notes", programs.Shelf), engine.serve("shelf", programs.Shelf)
