@@ -18,16 +18,16 @@ from tests.pace import seconds
 
 
 def play(game, steps, size=2, seed=0, evaluation=False, metrics=None, actions=None, **settings):
-    """The envs, closed, and every step, stacked along time, of random play."""
+    """The worlds, closed, and every step, stacked along time, of random play."""
     environment = Environment(id=f"ALE/{game}-v5", atari=Atari(**settings), metrics=metrics or {})
-    envs = make(environment, size, seed, evaluation)
+    worlds = make(environment, size, seed, evaluation)
     random = np.random.default_rng(0)
-    out = [envs.reset()]
+    out = [worlds.reset()]
     for _ in range(steps):
-        chosen = random.integers(envs.spec.action.size, size=size) if actions is None else np.full(size, actions)
-        out.append(envs.step(chosen))
-    envs.close()
-    return envs, out
+        chosen = random.integers(worlds.spec.action.size, size=size) if actions is None else np.full(size, actions)
+        out.append(worlds.step(chosen))
+    worlds.close()
+    return worlds, out
 
 
 def column(steps, name, environment=0):
@@ -52,9 +52,9 @@ def test_arguments_are_refused():
 
 
 def test_spec_and_types():
-    envs, steps = play("Pong", 2)
-    assert envs.spec.observation == ArraySpec((4, 84, 84), "uint8", stack=4)
-    assert envs.spec.action == ActionSpec(6)
+    worlds, steps = play("Pong", 2)
+    assert worlds.spec.observation == ArraySpec((4, 84, 84), "uint8", stack=4)
+    assert worlds.spec.action == ActionSpec(6)
     for step in steps:
         assert step.observation.shape == (2, 4, 84, 84)
         assert [part.dtype.name for part in step] == ["uint8", "float32", "float32", "bool"]
@@ -100,30 +100,30 @@ def test_pooling_shows_the_brighter_of_two_frames():
 
 
 def test_actions_outside_are_refused():
-    envs = make(Environment(id="ALE/Pong-v5"), 1, seed=0)
-    envs.reset()
-    envs.step(np.array([5], np.uint8))  # any whole number will do
+    worlds = make(Environment(id="ALE/Pong-v5"), 1, seed=0)
+    worlds.reset()
+    worlds.step(np.array([5], np.uint8))  # any whole number will do
     with pytest.raises(Fatal, match="between 0 and 5"):
-        envs.step(np.array([6]))
-    envs.close()
+        worlds.step(np.array([6]))
+    worlds.close()
 
 
 def test_a_cut_game_truncates():
-    envs, steps = play("Pong", 30, max_frames=40, noop_max=0)
+    worlds, steps = play("Pong", 30, max_frames=40, noop_max=0)
     expected = [step % 11 == 0 for step in range(31)]  # an opening and ten actions of four frames
     for environment in range(2):
         assert column(steps, "first", environment).tolist() == expected
     assert (column(steps, "discount") == 1).all()
     assert (column(steps, "reward")[expected] == 0).all()
-    assert [episode.length for episode in envs.episodes()] == [10] * 4
+    assert [episode.length for episode in worlds.episodes()] == [10] * 4
     opening, last, again = steps[0].observation[0], steps[10].observation[0], steps[11].observation[0]
     np.testing.assert_array_equal(opening, again)  # without idle frames every game begins alike
     np.testing.assert_array_equal(last[:3], steps[9].observation[0][1:])  # the true last: one frame further
 
 
 def test_a_lost_game_terminates():
-    envs, steps = play("Breakout", 400)
-    episodes = envs.episodes()
+    worlds, steps = play("Breakout", 400)
+    episodes = worlds.episodes()
     assert len(episodes) >= 3
     for environment in range(2):
         first, discount = column(steps, "first", environment), column(steps, "discount", environment)
@@ -131,30 +131,30 @@ def test_a_lost_game_terminates():
         assert (column(steps, "reward", environment)[first] == 0).all()
     scores = sum(column(steps, "reward", environment).sum() for environment in range(2))
     assert 0 < sum(episode.score for episode in episodes) <= scores
-    assert envs.faults() == []
+    assert worlds.faults() == []
 
 
 def test_steps_are_not_overwritten():
     environment = Environment(id="ALE/Pong-v5")
-    envs = make(environment, 1, seed=0)
-    kept = [envs.reset(), *(envs.step(np.array([2])) for _ in range(5))]
+    worlds = make(environment, 1, seed=0)
+    kept = [worlds.reset(), *(worlds.step(np.array([2])) for _ in range(5))]
     copies = [step.observation.copy() for step in kept]
     for _ in range(20):
-        envs.step(np.array([3]))
+        worlds.step(np.array([3]))
     np.testing.assert_array_equal([step.observation for step in kept], copies)
-    envs.close()
+    worlds.close()
 
 
 def test_scores_are_true_where_rewards_are_clipped():
     settings = {"size": 1, "max_frames": 2000, "noop_max": 0}
-    envs, clipped = play("SpaceInvaders", 600, **settings)
+    worlds, clipped = play("SpaceInvaders", 600, **settings)
     _, real = play("SpaceInvaders", 600, evaluation=True, **settings)
     assert column(clipped, "reward").max() == 1
     assert column(real, "reward").max() >= 5
     np.testing.assert_array_equal(column(clipped, "reward"), np.clip(column(real, "reward"), -1, 1))
     np.testing.assert_array_equal(column(clipped, "reward"), np.sign(column(real, "reward")))
     end = np.flatnonzero(column(real, "first"))[1]
-    assert envs.episodes()[0].score == column(real, "reward")[:end].sum()
+    assert worlds.episodes()[0].score == column(real, "reward")[:end].sum()
 
 
 def test_without_clipping():
@@ -164,8 +164,8 @@ def test_without_clipping():
 
 def test_a_lost_life_ends_an_episode_but_not_the_game():
     settings = {"size": 1, "noop_max": 0, "metrics": {"lives": "last", "episode_frame_number": "last"}}
-    envs, steps = play("Breakout", 500, episodic_life=True, **settings)
-    games = envs.episodes()
+    worlds, steps = play("Breakout", 500, episodic_life=True, **settings)
+    games = worlds.episodes()
     ends, first = np.flatnonzero(column(steps, "discount") == 0), np.flatnonzero(column(steps, "first"))
     np.testing.assert_array_equal(ends[: len(first) - 1] + 1, first[1:])
     assert len(games) >= 2
@@ -194,11 +194,11 @@ def test_close_ends_the_threads(render):
         return len(os.listdir("/proc/self/task"))
 
     before = threads()
-    envs = make(Environment(id="ALE/Pong-v5", atari=Atari(threads=3)), 3, seed=0, render=render)
-    envs.reset()
+    worlds = make(Environment(id="ALE/Pong-v5", atari=Atari(threads=3)), 3, seed=0, render=render)
+    worlds.reset()
     assert threads() > before
-    envs.close()
-    envs.close()
+    worlds.close()
+    worlds.close()
     deadline = time.monotonic() + seconds(10)
     while threads() > before and time.monotonic() < deadline:
         pass  # the system lists a thread for a moment after it ended
@@ -233,13 +233,13 @@ class Script:
 def read(*lines, metrics=None):
     """Reward, discount and first of each step; the episodes; the actions that reached the game."""
     atari = Atari(episodic_life=True)
-    envs = make(Environment(id="ALE/Breakout-v5", atari=atari, metrics=metrics or {}), 1, seed=0)
-    envs.reset()
-    script = envs._games = Script(*lines)
-    steps = [envs.step(np.array([3])) for _ in lines]
-    envs.close()
+    worlds = make(Environment(id="ALE/Breakout-v5", atari=atari, metrics=metrics or {}), 1, seed=0)
+    worlds.reset()
+    script = worlds._games = Script(*lines)
+    steps = [worlds.step(np.array([3])) for _ in lines]
+    worlds.close()
     told = [(step.reward.item(), step.discount.item(), step.first.item()) for step in steps]
-    return told, envs.episodes(), script.actions
+    return told, worlds.episodes(), script.actions
 
 
 def test_points_of_an_opening_step_count_in_the_score_only():
@@ -298,18 +298,18 @@ def test_pictures_show_the_game_that_is_played(game):
     # Observations as large as the pictures, so that both can be compared point by point.
     atari = Atari(sticky=0.25, episodic_life=True, height=210, width=160, max_frames=900, threads=2)
     assert (atari.noop_max, atari.fire_reset) == (30, True)
-    envs = make(Environment(id=f"ALE/{game}-v5", atari=atari), 3, seed=4, render=True)
-    games, twin = envs._games, envs._twin = Spy(envs._games), Spy(envs._twin)
+    worlds = make(Environment(id=f"ALE/{game}-v5", atari=atari), 3, seed=4, render=True)
+    games, twin = worlds._games, worlds._twin = Spy(worlds._games), Spy(worlds._twin)
     random = np.random.default_rng(0)
-    step = envs.reset()
+    step = worlds.reset()
     for instant in range(900):
         if instant % 50 == 0 or step.first[0]:
-            picture = envs.render()
+            picture = worlds.render()
             assert (picture.dtype, picture.shape) == (np.uint8, (210, 160, 3))
             brightness = picture @ [0.299, 0.587, 0.114]  # ITU-R BT.601
             assert np.abs(brightness - step.observation[0, -1]).max() < 2
-        step = envs.step(random.integers(envs.spec.action.size, size=3)) if instant != 300 else envs.reset()
-    envs.close()
+        step = worlds.step(random.integers(worlds.spec.action.size, size=3)) if instant != 300 else worlds.reset()
+    worlds.close()
     assert games.told == twin.told
     points, terminated, truncated, _ = np.array(games.told).T
     assert np.count_nonzero(points) > 3
@@ -318,9 +318,9 @@ def test_pictures_show_the_game_that_is_played(game):
 
 def test_pictures_change_nothing():
     def stream(render):
-        envs = make(Environment(id="ALE/Pong-v5"), 2, seed=1, render=render)
-        steps = [envs.reset(), *(envs.step(np.array([2, 3])) for _ in range(30))]
-        envs.close()
+        worlds = make(Environment(id="ALE/Pong-v5"), 2, seed=1, render=render)
+        steps = [worlds.reset(), *(worlds.step(np.array([2, 3])) for _ in range(30))]
+        worlds.close()
         return steps
 
     for one, other in zip(stream(True), stream(False), strict=True):
@@ -329,34 +329,43 @@ def test_pictures_change_nothing():
 
 
 def test_pictures_are_the_callers_to_keep():
-    envs = make(Environment(id="ALE/Breakout-v5"), 1, seed=1, render=True)
-    envs.reset()
-    kept = envs.render()
+    worlds = make(Environment(id="ALE/Breakout-v5"), 1, seed=1, render=True)
+    worlds.reset()
+    kept = worlds.render()
     copy = kept.copy()
     for _ in range(20):
-        envs.step(np.array([2]))
+        worlds.step(np.array([2]))
     np.testing.assert_array_equal(kept, copy)
-    shown = envs.render()
+    shown = worlds.render()
     assert not np.array_equal(shown, copy)
     shown[:] = 0
-    assert envs.render().any()
-    envs.close()
+    assert worlds.render().any()
+    worlds.close()
 
 
 def test_no_picture_without_asking_or_before_a_reset():
-    envs = make(Environment(id="ALE/Pong-v5"), 1, seed=0)
-    envs.reset()
-    with pytest.raises(Fatal, match="made without `render=True`"):
+    worlds = make(Environment(id="ALE/Pong-v5"), 1, seed=0)
+    worlds.reset()
+    with pytest.raises(Fatal, match="created without `render=True`"):
+<<<<<<< HEAD
         envs.render()
     envs.close()
     envs = make(Environment(id="ALE/Pong-v5"), 1, seed=0, render=True)
     with pytest.raises(Fatal, match=r"cannot be rendered before reset\(\)"):
         envs.render()
     envs.close()
+=======
+        worlds.render()
+    worlds.close()
+    worlds = make(Environment(id="ALE/Pong-v5"), 1, seed=0, render=True)
+    with pytest.raises(Fatal, match=r"no picture before reset\(\)"):
+        worlds.render()
+    worlds.close()
+>>>>>>> part-protocols
 
 
 @pytest.mark.parametrize(("frameskip", "fps"), [(4, 15), (1, 60)])
 def test_a_second_of_watching_is_a_second_of_play(frameskip, fps):
-    envs = make(Environment(id="ALE/Pong-v5", atari=Atari(frameskip=frameskip)), 1, seed=0)
-    assert envs.fps == fps
-    envs.close()
+    worlds = make(Environment(id="ALE/Pong-v5", atari=Atari(frameskip=frameskip)), 1, seed=0)
+    assert worlds.fps == fps
+    worlds.close()

@@ -125,27 +125,27 @@ def test_other_action_spaces_are_refused():
 
 
 def test_continuous_actions_reach_the_environment():
-    envs = make(Environment(id="Pendulum-v1"), 2, seed=0)
-    assert envs.spec.observation == ArraySpec((3,), "float32")
-    assert envs.spec.action == ActionSpec(1, (-2.0,), (2.0,))
-    envs.reset()
-    before = [environment.unwrapped.state.copy() for environment in envs.environments]
-    step = envs.step(np.array([[2.0], [-9.0]], np.float32))
-    for environment, (angle, speed), torque in zip(envs.environments, before, (2.0, -2.0), strict=True):
+    worlds = make(Environment(id="Pendulum-v1"), 2, seed=0)
+    assert worlds.spec.observation == ArraySpec((3,), "float32")
+    assert worlds.spec.action == ActionSpec(1, (-2.0,), (2.0,))
+    worlds.reset()
+    before = [environment.unwrapped.state.copy() for environment in worlds.environments]
+    step = worlds.step(np.array([[2.0], [-9.0]], np.float32))
+    for environment, (angle, speed), torque in zip(worlds.environments, before, (2.0, -2.0), strict=True):
         expected = speed + (15 * np.sin(angle) + 3 * torque) * 0.05  # Pendulum-v1's equation of motion
         assert environment.unwrapped.state[1] == pytest.approx(np.clip(expected, -8, 8))
     assert step.reward.shape == (2,)
-    envs.close()
+    worlds.close()
 
 
 def test_a_time_limit_truncates():
-    envs = make(Environment(id="Pendulum-v1", arguments={"max_episode_steps": 2}), 1, seed=0)
-    envs.reset()
-    steps = [envs.step(np.zeros((1, 1), np.float32)) for _ in range(3)]
+    worlds = make(Environment(id="Pendulum-v1", arguments={"max_episode_steps": 2}), 1, seed=0)
+    worlds.reset()
+    steps = [worlds.step(np.zeros((1, 1), np.float32)) for _ in range(3)]
     assert [step.discount.item() for step in steps] == [1, 1, 1]
     assert [step.first.item() for step in steps] == [False, False, True]
-    assert envs.episodes()[0].length == 2
-    envs.close()
+    assert worlds.episodes()[0].length == 2
+    worlds.close()
 
 
 def test_a_module_of_the_users_own(tmp_path, monkeypatch):
@@ -157,12 +157,12 @@ def test_a_module_of_the_users_own(tmp_path, monkeypatch):
         "gymnasium.register('Pond-v0', entry_point=Pond)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    envs = make(Environment(id="pond:Pond-v0", arguments={"length": 2}), 1, seed=0)
-    envs.reset()
+    worlds = make(Environment(id="pond:Pond-v0", arguments={"length": 2}), 1, seed=0)
+    worlds.reset()
     for _ in range(2):
-        envs.step(np.array([0]))
-    assert envs.episodes()[0].score == 3.0
-    envs.close()
+        worlds.step(np.array([0]))
+    assert worlds.episodes()[0].score == 3.0
+    worlds.close()
     gymnasium.registry.pop("Pond-v0")
     sys.modules.pop("pond")
 
@@ -253,31 +253,31 @@ def drawings():
 
 
 def test_pictures_show_environment_0_at_this_moment():
-    envs = make(Environment(id="CartPole-v1"), 2, seed=0, render=True)
-    assert envs.fps == 50
-    envs.reset()
-    before = envs.render()
+    worlds = make(Environment(id="CartPole-v1"), 2, seed=0, render=True)
+    assert worlds.fps == 50
+    worlds.reset()
+    before = worlds.render()
     assert (before.dtype, before.shape) == (np.uint8, (400, 600, 3))
     copy = before.copy()
     for _ in range(8):
-        envs.step(np.array([1, 0]))
-    after = envs.render()
+        worlds.step(np.array([1, 0]))
+    after = worlds.render()
     np.testing.assert_array_equal(before, copy)
     assert not np.array_equal(before, after)
-    np.testing.assert_array_equal(after, envs.environments[0].render())
-    assert not np.array_equal(after, envs.environments[1].render())
-    envs.close()
+    np.testing.assert_array_equal(after, worlds.environments[0].render())
+    assert not np.array_equal(after, worlds.environments[1].render())
+    worlds.close()
 
 
 def test_pictures_change_nothing():
     def stream(render):
-        envs = make(Environment(id="CartPole-v1"), 2, seed=1, render=render)
-        observations = [envs.reset().observation]
+        worlds = make(Environment(id="CartPole-v1"), 2, seed=1, render=render)
+        observations = [worlds.reset().observation]
         for _ in range(40):
-            observations.append(envs.step(np.array([0, 1])).observation)
+            observations.append(worlds.step(np.array([0, 1])).observation)
             if render:
-                envs.render()
-        envs.close()
+                worlds.render()
+        worlds.close()
         return observations
 
     np.testing.assert_array_equal(stream(True), stream(False))
@@ -308,48 +308,48 @@ def test_environments_that_draw_nothing_are_refused(drawings):
 @pytest.mark.parametrize(
     ("shows", "words"),
     [
-        (None, r"gives NoneType, not uint8 \[H, W, 3\]"),
-        (np.zeros((4, 5, 4), np.uint8), r"gives uint8 \[4, 5, 4\]"),
-        (np.zeros((4, 5, 3)), r"gives float64 \[4, 5, 3\]"),
-        (np.zeros((4, 5), np.uint8), r"gives uint8 \[4, 5\]"),
+        (None, r"returns NoneType, not uint8 \[H, W, 3\]"),
+        (np.zeros((4, 5, 4), np.uint8), r"returns uint8 \[4, 5, 4\]"),
+        (np.zeros((4, 5, 3)), r"returns float64 \[4, 5, 3\]"),
+        (np.zeros((4, 5), np.uint8), r"returns uint8 \[4, 5\]"),
         (RuntimeError("no light"), "cannot be rendered: RuntimeError: no light"),
         (ModuleNotFoundError("No module named 'pygame'"), r"not installed: pip install 'shoal\[video\]'"),
         (ModuleNotFoundError("No module named 'easel'"), "not installed: No module named 'easel'"),
     ],
 )
 def test_what_is_no_picture_is_refused(shows, words, drawings):
-    envs = make(Environment(id="Drawing-v0", arguments={"shows": shows}), 1, seed=0, render=True)
-    assert envs.fps == 30
-    envs.reset()
+    worlds = make(Environment(id="Drawing-v0", arguments={"shows": shows}), 1, seed=0, render=True)
+    assert worlds.fps == 30
+    worlds.reset()
     with pytest.raises(Fatal, match=f"Drawing-v0.*{words}"):
-        envs.render()
-    envs.close()
+        worlds.render()
+    worlds.close()
 
 
 def test_pictures_are_the_callers_to_keep(drawings):
     paper = np.zeros((4, 5, 3), np.uint8)
-    envs = make(Environment(id="Drawing-v0", arguments={"shows": paper}), 1, seed=0, render=True)
-    envs.reset()
-    picture = envs.render()
+    worlds = make(Environment(id="Drawing-v0", arguments={"shows": paper}), 1, seed=0, render=True)
+    worlds.reset()
+    picture = worlds.render()
     paper[:] = 9
     assert not picture.any()
-    assert envs.render().all()
-    envs.close()
+    assert worlds.render().all()
+    worlds.close()
 
 
 def test_missing_pygame_names_the_extra(monkeypatch):
-    envs = make(Environment(id="CartPole-v1"), 1, seed=0, render=True)
-    envs.reset()
+    worlds = make(Environment(id="CartPole-v1"), 1, seed=0, render=True)
+    worlds.reset()
     monkeypatch.setitem(sys.modules, "pygame", None)
     with pytest.raises(Fatal, match=r"CartPole-v1 needs packages .*pip install 'shoal\[video\]'"):
-        envs.render()
-    envs.close()
+        worlds.render()
+    worlds.close()
 
 
 def test_pictures_print_nothing():
     code = (
-        "from shoal.envs import *; envs = make(Environment(id='CartPole-v1'), 1, seed=0, render=True);"
-        "envs.reset(); envs.render(); envs.close()"
+        "from shoal.envs import *; worlds = make(Environment(id='CartPole-v1'), 1, seed=0, render=True);"
+        "worlds.reset(); worlds.render(); worlds.close()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout + done.stderr == ""

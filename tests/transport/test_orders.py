@@ -210,7 +210,7 @@ def test_what_is_closed_stays_closed(closed: None) -> None:
 CHILDREN: dict[str, Any] = {
     "walk": ["tests.engines.programs:os.system", [{"value": "true"}], {}],
     "service": [IDLE[0], [], made("tests.engines.programs:os.system", {"value": "true"})],
-    "no worker": ["shoal.workers.evaluator:open_worlds", [{"value": None}], {}],
+    "no worker": ["shoal.workers.evaluator:open_envs", [{"value": None}], {}],
     "no service": [IDLE[0], [], made("shoal.services.replay:flat", {"value": None})],
     "algorithm": [IDLE[0], {"algorithm": {"name": f"{MARKER}:Settings"}}, {}],
     "environment": ["shoal.workers.actor:act", {"environment": {"id": f"{MARKER}:Marker-v0"}}, {}],
