@@ -78,7 +78,7 @@ def end(pids: set[int]) -> None:
 
 
 def blocks() -> set[str]:
-    """Shared memory with a name, but for semaphores that processes of others hold, such as of a test beside this one."""
+    """Shared memory with a name, but for semaphores that others hold, such as a test beside this one."""
     found = set(os.listdir("/dev/shm"))
     if any(name.startswith("sem.") for name in found):
         mine = {os.getpid(), *processes()}

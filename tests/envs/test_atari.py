@@ -344,24 +344,15 @@ def test_pictures_are_the_callers_to_keep():
 
 
 def test_no_picture_without_asking_or_before_a_reset():
-    worlds = make(Environment(id="ALE/Pong-v5"), 1, seed=0)
-    worlds.reset()
+    envs = make(Environment(id="ALE/Pong-v5"), 1, seed=0)
+    envs.reset()
     with pytest.raises(Fatal, match="created without `render=True`"):
-<<<<<<< HEAD
         envs.render()
     envs.close()
     envs = make(Environment(id="ALE/Pong-v5"), 1, seed=0, render=True)
     with pytest.raises(Fatal, match=r"cannot be rendered before reset\(\)"):
         envs.render()
     envs.close()
-=======
-        worlds.render()
-    worlds.close()
-    worlds = make(Environment(id="ALE/Pong-v5"), 1, seed=0, render=True)
-    with pytest.raises(Fatal, match=r"no picture before reset\(\)"):
-        worlds.render()
-    worlds.close()
->>>>>>> part-protocols
 
 
 @pytest.mark.parametrize(("frameskip", "fps"), [(4, 15), (1, 60)])
