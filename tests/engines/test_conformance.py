@@ -401,7 +401,7 @@ def test_a_call_has_a_deadline(build: Any, name: str) -> None:
     shelf = engine.serve("shelf", programs.Shelf)
     engine.run("host", programs.idle)
     engine.run("caller", programs.calls_hanging, shelf)
-    with pytest.raises(WorkerFailed, match=r"shelf\.hang: no answer in time"):
+    with pytest.raises(WorkerFailed, match=r"shelf\.hang[\s\S]*no answer"):
         engine.wait("caller")
     with pytest.raises(DeadlineExceeded):
         shelf.hang()
