@@ -122,11 +122,19 @@ class Session:
     def _wait(self, answer: queue.SimpleQueue[Any], deadline: float) -> Any:
         """Wait for an answer: by reading the link, where nobody else does."""
         while (left := deadline - time.monotonic()) > 0 or not answer.empty():
-            if answer.empty() and self.link.resumable and self._reading.acquire(blocking=False):
+            if answer.empty() and self._may_read():
                 self._read(answer, deadline)
             elif (found := answer.get(timeout=max(left, 0.0))) is not READ:
                 return found
         raise queue.Empty
+
+    def _may_read(self) -> bool:
+        """Whether nobody reads, and this thread does so from now on; where it cannot give up in time, another does."""
+        if self.link.resumable:
+            return self._reading.acquire(blocking=False)
+        if not self._reading.locked():
+            self._offer(None, True)
+        return False
 
     def _serve(self) -> None:
         """Answer calls until the link ends."""
@@ -194,7 +202,7 @@ class Session:
         finally:
             self._left = time.monotonic()
             self._reading.release()
-            self._offer(answer, found is not None and (self._slow or not self.link.resumable))
+            self._offer(answer, found is not None and self._slow)
             if not self._unread.is_set():
                 self._unread.set()
         return found
@@ -218,15 +226,15 @@ class Session:
         if self._allowance < 0:
             raise WireError(f"more than {RATE:g} frames per second")
         message = wire.decode(frame)
-        if not isinstance(message, list) or [type(part) for part in message[:2]] != [str, int] or len(message) != 4:
-            raise WireError("a message that is neither call nor answer")
-        what, number, *rest = message
-        if what == "answer" and isinstance(rest[0], bool):
-            if (waiting := self._waiting.get(number)) is not None:
-                waiting.put(rest)
-            return None
-        if what not in ("call", "tell") or not isinstance(rest[0], str) or not isinstance(rest[1], list):
-            raise WireError("a message that is neither call nor answer")
+        match message:
+            case ["answer", int(number), bool(success), value]:
+                if (waiting := self._waiting.get(number)) is not None:
+                    waiting.put((success, value))
+                return None
+            case ["call" | "tell", int(), str(), list()]:
+                pass
+            case _:
+                raise WireError("a message that is neither call nor answer")
         with self._change:
             if self._held > MOST:
                 raise WireError(f"unanswered calls of more than {MOST} B")

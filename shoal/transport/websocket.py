@@ -14,7 +14,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -176,30 +176,31 @@ class WebsocketWire:
             raise ServiceLost("the link was closed")
         return count
 
-    def _peek(self, count: int, limit: float | None) -> bytes:
-        """The next bytes, as many as asked for, which stay in the buffer."""
-        if self._start + count > len(self._buffer):
+    def _fill(self, count: int, limit: float | None) -> None:
+        """Have a number of bytes in the buffer."""
+        if self._start == self._end or self._start + count > len(self._buffer):
             self._buffer[: self._end - self._start] = self._buffer[self._start : self._end]
             self._start, self._end = 0, self._end - self._start
         while self._end - self._start < count:
             self._end += self._read(self._buffer[self._end :], limit)
-        return bytes(self._buffer[self._start : self._start + count])
 
     def _begin(self, limit: float | None) -> None:
         """Read the header of a frame, and make room for its payload."""
-        first, second = self._peek(2, limit)
+        self._fill(2, limit)
+        first, second = self._buffer[self._start : self._start + 2]
         opcode, final, masked, size = first & 0xF, bool(first & FINAL), bool(second & MASKED), second & 0x7F
         if opcode == TEXT:
             raise WireError("text came where frames are binary")
         if first & RESERVED or masked == self._joins or (opcode >= CLOSE and (size > 125 or not final)):
             raise WireError("not a websocket frame")
-        begin = 2 + {126: 2, 127: 8}.get(size, 0)
-        header = self._peek(begin + 4 * masked, limit)
-        size = int.from_bytes(header[2:begin]) if begin > 2 else size
+        extra = 2 if size == 126 else 8 if size == 127 else 0
+        self._fill(2 + extra + 4 * masked, limit)
+        begin = self._start + 2 + extra
+        size = int.from_bytes(self._buffer[begin - extra : begin]) if extra else size
         if size + sum(map(len, self._parts or ())) > LIMIT:
             raise WireError(f"a message of more than {LIMIT} B")
-        self._opcode, self._final, self._key = opcode, final, header[begin:]
-        self._start += len(header)
+        self._opcode, self._final, self._key = opcode, final, bytes(self._buffer[begin : begin + 4 * masked])
+        self._start = begin + 4 * masked
         there = min(size, self._end - self._start)
         if size - there > self._allowed:
             self._allow(size)
@@ -259,13 +260,12 @@ class WebsocketWire:
             self.connection.close()
 
 
-def _gather(buffers: tuple[Buffer, ...]) -> Iterator[Buffer]:
+def _gather(buffers: tuple[Buffer, ...]) -> Iterable[Buffer]:
     """Short buffers in a row as one, long ones as they are."""
-    for short, group in itertools.groupby(buffers, lambda buffer: len(buffer) < SHORT):
-        if short:
-            yield b"".join(group)
-        else:
-            yield from group
+    if len(buffers) == 2 and len(buffers[1]) < SHORT:  # most messages
+        return (b"".join(buffers),)
+    rows = itertools.groupby(buffers, lambda buffer: len(buffer) < SHORT)
+    return itertools.chain.from_iterable((b"".join(row),) if short else row for short, row in rows)
 
 
 def _unmask(payload: memoryview, key: bytes) -> None:
