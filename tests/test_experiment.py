@@ -282,9 +282,9 @@ def test_a_missing_file_names_the_nearest(file):
         (b"\xff\xfe\x00\x01", "is not YAML"),
         (b"when: 2020-99-99", "is not YAML"),
         (b"!!python/object/apply:os.getcwd []", "is not YAML"),
-        (b"", "must hold a mapping of settings"),
-        (b"- steps", "must hold a mapping of settings"),
-        (b"steps", "must hold a mapping of settings"),
+        (b"", "must contain a mapping of settings"),
+        (b"- steps", "must contain a mapping of settings"),
+        (b"steps", "must contain a mapping of settings"),
     ],
 )
 def test_a_file_that_is_no_experiment_says_so(tmp_path, content, complaint):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from shoal.algorithms import ALGORITHMS, find
-from shoal.cli.main import main as cli
+from shoal.cli.main import main
 from shoal.core import wire
 from shoal.core.errors import SettingsError, ShoalError
 from shoal.core.recipe import describe, rebuild
@@ -170,7 +170,7 @@ def shoal(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
     """Run the command here: its exit status, what it said and what it complained of."""
     monkeypatch.setattr(sys, "argv", ["shoal", *words])
     with pytest.raises(SystemExit) as caught:
-        cli.main()
+        main()
     return (int(caught.value.code or 0), *capsys.readouterr())
 
 

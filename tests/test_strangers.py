@@ -102,7 +102,7 @@ def test_code_elsewhere_is_named_and_imported(
     tree = yaml.safe_load((run / "config.yaml").read_text())
     rewrite(run, algorithm={**tree["algorithm"], "name": "shoal_own:Mine"})
     assert len(shoal.Run(run).evaluate(2).scores) == 2
-    assert "names code beside shoal's own, which is imported: shoal_own:Mine" in caplog.text
+    assert "names code outside shoal, which is imported: shoal_own:Mine" in caplog.text
 
 
 def test_plots_import_nothing_that_a_run_names(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

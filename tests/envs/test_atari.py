@@ -346,7 +346,7 @@ def test_pictures_are_the_callers_to_keep():
 def test_no_picture_without_asking_or_before_a_reset():
     worlds = make(Environment(id="ALE/Pong-v5"), 1, seed=0)
     worlds.reset()
-    with pytest.raises(Fatal, match="made without `render=True`"):
+    with pytest.raises(Fatal, match="created without `render=True`"):
         worlds.render()
     worlds.close()
     worlds = make(Environment(id="ALE/Pong-v5"), 1, seed=0, render=True)

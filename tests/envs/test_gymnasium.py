@@ -308,10 +308,10 @@ def test_environments_that_draw_nothing_are_refused(drawings):
 @pytest.mark.parametrize(
     ("shows", "words"),
     [
-        (None, r"gives NoneType, not uint8 \[H, W, 3\]"),
-        (np.zeros((4, 5, 4), np.uint8), r"gives uint8 \[4, 5, 4\]"),
-        (np.zeros((4, 5, 3)), r"gives float64 \[4, 5, 3\]"),
-        (np.zeros((4, 5), np.uint8), r"gives uint8 \[4, 5\]"),
+        (None, r"returns NoneType, not uint8 \[H, W, 3\]"),
+        (np.zeros((4, 5, 4), np.uint8), r"returns uint8 \[4, 5, 4\]"),
+        (np.zeros((4, 5, 3)), r"returns float64 \[4, 5, 3\]"),
+        (np.zeros((4, 5), np.uint8), r"returns uint8 \[4, 5\]"),
         (RuntimeError("no light"), "cannot be rendered: RuntimeError: no light"),
         (ModuleNotFoundError("No module named 'pygame'"), r"not installed: pip install 'shoal\[video\]'"),
         (ModuleNotFoundError("No module named 'easel'"), "not installed: No module named 'easel'"),

@@ -110,5 +110,5 @@ class TestDelegate:
 
 def test_groups_need_a_name_of_their_own() -> None:
     """Memory is shared within a machine: on a cluster, gradient workers must be federated."""
-    with pytest.raises(shoal.core.errors.SettingsError, match="set topology: federated"):
+    with pytest.raises(shoal.core.errors.SettingsError, match="use topology: federated"):
         configure(SETTINGS | {"topology": "gradient_workers", "engine": "cluster", "nodes": ["127.0.0.1:7700"]})

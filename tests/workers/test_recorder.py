@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.display import console
-from shoal.runs import directory, metrics
+from shoal.runs import directory, files, metrics
 from shoal.services.journal import Journal
 from shoal.workers import recorder
 from shoal.workers.recorder import Recorder, shares
@@ -126,7 +126,7 @@ def test_trouble_with_the_disk_is_told_once_and_nothing_is_lost(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(metrics, "append", refuse)
+        patch.setattr(files, "append", refuse)
         for steps in (10, 20, 30):
             clock[0] += 10
             journal.learned(steps, steps, {"loss": 1.0})
