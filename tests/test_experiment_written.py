@@ -170,7 +170,7 @@ def shoal(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
     """Run the command here: its exit status, what it said and what it complained of."""
     monkeypatch.setattr(sys, "argv", ["shoal", *words])
     with pytest.raises(SystemExit) as caught:
-        cli.main()
+        main()
     return (int(caught.value.code or 0), *capsys.readouterr())
 
 
