@@ -188,7 +188,7 @@ def test_node_refuses_a_pin_in_plain_text(shell: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr("shoal.engines.node.work", lambda *args: heard.append(args))
     code, _, errors = shell("node", "--join", "10.0.0.1:7700", "--pin", "00" * 32, "--insecure")
     assert (code, heard) == (2, [])
-    assert "--insecure sends plain text" in errors
+    assert "--insecure turns TLS off" in errors
 
 
 def test_node_takes_the_name_of_this_machine_and_the_folder_in_the_home(
