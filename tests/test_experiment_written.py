@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from shoal.algorithms import ALGORITHMS, find
-from shoal.cli import main as cli
+from shoal.cli.main import main
 from shoal.core import wire
 from shoal.core.errors import SettingsError, ShoalError
 from shoal.core.recipe import describe, rebuild

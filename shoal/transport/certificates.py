@@ -20,6 +20,7 @@ from pathlib import Path
 from shoal.core.errors import Refused, SettingsError, ShoalError
 from shoal.transport.trust import (
     FOLDER,
+    MISSING,
     REVOKED,
     Trust,
     fingerprint,
@@ -41,7 +42,7 @@ try:
     )
     from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 except ImportError:
-    raise ShoalError("certificates need a package that is not installed: pip install 'shoal[cluster]'") from None
+    raise ShoalError(MISSING) from None
 
 ROLES = ("head", "node")
 LOCAL = ("localhost", "127.0.0.1", "::1")

@@ -38,6 +38,7 @@ log = logging.getLogger("shoal")
 Facts: TypeAlias = dict[str, str | int]
 Role: TypeAlias = Literal["joiner", "listener"]
 
+MISSING: Final = "machines over the network need packages that are not installed: pip install 'shoal[cluster]'"
 FOLDER: Final = Path("~/.shoal/trust")
 REVOKED: Final = "revoked"
 CERTIFICATE: Final = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)

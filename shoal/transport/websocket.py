@@ -35,7 +35,7 @@ PARTING = 1.0  # seconds in which the other side may read why it was refused
 AGAIN = 0.05  # seconds before the next attempt where accepting a connection failed
 BINARY, TEXT, CLOSE, PING, PONG = 0x2, 0x1, 0x8, 0x9, 0xA
 FINAL, RESERVED, MASKED = 0x80, 0x70, 0x80
-VIOLATION = 1008  # why a connection is closed: a policy was violated (RFC 6455, section 7.4.1)
+UNWANTED = 1008  # the status of a connection that is refused (RFC 6455, section 7.4.1)
 TLS_RECORD = b"\x16"  # the first byte of TLS (RFC 8446, section 5.1)
 PLAIN, SECURE = "TLS is on at this machine, and the other side sends plain text", "TLS is off at this machine"
 QUIET = logging.getLogger("shoal.link")
@@ -50,9 +50,7 @@ def library() -> Any:
         import websockets.server
         import websockets.uri
     except ImportError:
-        raise ShoalError(
-            "the link websocket needs a package that is not installed: pip install 'shoal[cluster]'"
-        ) from None
+        raise ShoalError(trust.MISSING) from None
     return websockets
 
 
@@ -236,7 +234,7 @@ class WebsocketWire:
     def refuse(self, reason: str) -> None:
         """Close the connection, and say why."""
         with suppress(ServiceLost):
-            self.send_frame(CLOSE, struct.pack(">H", VIOLATION), reason.encode()[:120].decode(errors="ignore").encode())
+            self.send_frame(CLOSE, struct.pack(">H", UNWANTED), reason.encode()[:120].decode(errors="ignore").encode())
         self.part()
 
     def part(self) -> None:
