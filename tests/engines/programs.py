@@ -269,9 +269,9 @@ def watch_block(shelf: Any, block: Any) -> Work:
     """Say the process and the mapping of the block in it, then count in it without end."""
     with open("/proc/self/maps") as file:
         inodes = [int(line.split()[4]) for line in file if "/memfd:shoal numbers" in line]
-    shelf.append("block pids", os.getpid())
     shelf.append("inodes", inodes)
     shelf.append("found", float(block["count"]))
+    shelf.append("block pids", os.getpid())  # last, since whoever reads it may kill this process
     while True:
         block["count"] += 1
         yield True
