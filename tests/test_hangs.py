@@ -25,6 +25,7 @@ BASE: dict[str, Any] = {
     "actors": 1,
     "envs": 2,
     "threads": 1,
+    "device": "cpu",  # a GPU takes seconds to wake
     "steps": 10**8,
     "log_every": 0.2,
     "evaluation": {"episodes": 2, "every": 10**8},
