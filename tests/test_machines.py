@@ -238,7 +238,7 @@ def break_things(net: Net, head: subprocess.Popen[bytes], node: subprocess.Popen
     restored = time.monotonic() + down
     assert not psutil.wait_procs(family, timeout=pace.seconds(10))[1]
     assert not first.processes()
-    until(lambda: net.head.says(f"{second.address}:{PORT} is away"), 10, "the head does not notice a cut link")
+    until(lambda: net.head.says(f"{second.address}:{PORT} disconnected"), 10, "the head does not notice a cut link")
     until(lambda: third.says("holds", 2), 20, "nobody takes over")
     seen = net.steps()
     until(lambda: net.steps() > seen, 10, "nobody learns while a link is cut")
@@ -338,7 +338,7 @@ def test_a_link_that_breaks_every_20_seconds_costs_nothing_in_the_long_run(net: 
         machine.plug("down")
         time.sleep(10)  # longer than the silence after which a link counts as lost
         machine.plug("up")
-        until(lambda count=breaks + 1: net.head.says("is away", count), 20, "the link did not break")
+        until(lambda count=breaks + 1: net.head.says(" disconnected: ", count), 20, "the link did not break")
         seen, again = net.steps(), time.monotonic() + 10
         until(lambda seen=seen: net.steps() > seen, 60, f"nothing is learned after break {breaks + 1}")
         while time.monotonic() < again:

@@ -215,7 +215,7 @@ class Cluster(Launcher):
             raise
         if before is not None:
             before.close("another link took its place")
-        log.info("node %s with %d slots is here", name, station.slots)
+        log.info("node %s connected with %d slots", name, station.slots)
         while not session.closed.wait(BEAT):  # nobody else waits for this link, should it take nothing any more
             with suppress(ServiceLost):
                 session.tell("beat")
@@ -223,32 +223,32 @@ class Cluster(Launcher):
             if station.session is session:
                 station.session, station.left, station.starting = None, time.monotonic(), False
                 if not self._closed.is_set():
-                    log.warning("node %s is away: %s", name, session.lost)
+                    log.warning("node %s disconnected: %s", name, session.lost)
         session.join()
 
     def _ask_about(self, name: str, session: Session) -> About:
         """What a node says of itself, as soon as it is free: until then it waits for a head that it has lost."""
-        told = False
+        logged = False
         while True:
             about = read_about(session.call("describe", seconds=self.options.deadline))
             known = self.stations.get(name)
             if not about["busy"] or (known is not None and known.life == about["life"]):
                 return about
-            if not told:
-                log.warning("node %s is kept for another head, which is away, for %.0f s more", name, about["busy"])
-            told = True
+            if not logged:
+                log.warning("node %s is kept for another head, which is disconnected, for %.0f s more", name, about["busy"])
+            logged = True
             if session.closed.wait(min(about["busy"], BEAT)) or self._closed.is_set():
                 raise ServiceLost(f"the link was lost: {session.lost}")
 
     def _check_life(self, name: str, life: str) -> None:
-        """Refuse a second node of a name, and a node that is here under another name already."""
+        """Refuse a second node of a name, and a node that is already connected under another name."""
         for station in self.stations.values():
             if station.session is None or station.session.closed.is_set():
                 continue
             if station.name == name and station.life != life:
-                raise Refused(f"another node is here under the name {name}: give this one another, with --name")
+                raise Refused(f"another node is connected under the name {name}: choose another with --name")
             if station.name != name and station.life == life:
-                raise Refused(f"this node is here already, under the name {station.name}")
+                raise Refused(f"this node is already connected, under the name {station.name}")
 
     def _answering(self, name: str) -> Answer:
         return lambda session, kind, args: self._answer(name, session, kind, args)
@@ -259,7 +259,7 @@ class Cluster(Launcher):
         if station is None or station.session is not session:
             if kind == "report":  # a sign of life of one that comes or goes
                 return None
-            raise Refused(f"node {node} is not here by this link")
+            raise Refused(f"node {node} is not connected by this link")
         if kind == "call":
             return self._answer_call(station, args)
         if kind == "report":
@@ -279,7 +279,7 @@ class Cluster(Launcher):
             raise Refused("call: a channel, a number, a service, a method and arguments were expected")
         channel, number, service, method, given = args
         worker, _, life = channel.rpartition("-")
-        ordered = station.ordered or []  # one that is moved may speak until its node has been told
+        ordered = station.ordered or []  # one that is moved may call until its node has been ordered to end it
         rights = self.rights.get(worker)
         if rights is None or (self.places.get(worker) != station.name and worker not in ordered):
             raise Refused(f"{worker:.200} does not live on node {station.name}, or does not any more")
@@ -439,7 +439,7 @@ class Cluster(Launcher):
         except ServiceFailed as error:  # do without a node that cannot do its part
             self._do_without(station, f"node {station.name} refuses its part: {error}")
         except WireError as error:  # it would be no smaller the next time
-            self.failure = ShoalError(f"node {station.name} cannot be told its work: {error}")
+            self.failure = ShoalError(f"node {station.name} cannot be sent its work: {error}")
         except (ServiceLost, DeadlineExceeded) as error:
             session.close(str(error))
         finally:
@@ -487,7 +487,7 @@ class Station:
     row: int = 0  # how many of them came one after the other
 
     def hear(self, args: list[Any], run: str, workers: Collection[str], places: Mapping[str, str]) -> None:
-        """Take a report about workers of a run, or refuse it, which is told ever more rarely."""
+        """Take a report about workers of a run, or refuse it, which is logged ever more rarely."""
         try:
             received = read_report(args)
             if received.run != run:  # of a run before this one

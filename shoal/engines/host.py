@@ -164,7 +164,7 @@ class Host:
         self.failure = f"failed: {error}" if short else f"failed:\n{trace}"
 
     def state(self) -> dict[str, Any]:
-        """What the supervisor is told."""
+        """What is reported to the supervisor."""
         refused = {"refused": dict(self.refused)} if self.refused else {}
         return {
             "report": {**self.activity.as_dict(), **refused},

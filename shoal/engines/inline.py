@@ -110,7 +110,7 @@ class Watchdog:
     """
 
     def __init__(self, seconds: float, look: Callable[[], None]) -> None:
-        """Let `look` raise Stalled when it is time; it should by itself after so many seconds."""
+        """Let `look` raise Stalled when it is time; it should within `seconds` by itself."""
         self._seconds, self._look = seconds, look
         self._verdict: Stalled | None = None
         self._watched = threading.current_thread()

@@ -115,7 +115,7 @@ class Node:
         with self._arrived:
             if self.session is session:
                 self.session, self._left = None, time.monotonic()
-                log.warning("the link to the head is lost: %s", session.lost)
+                log.warning("the link to the head was lost: %s", session.lost)
         session.join()
 
     def ask(self, kind: str, *args: Any) -> Any:
@@ -212,7 +212,7 @@ class Node:
         with self._arrived:
             if session is self.session or self.run in ("", run):
                 return
-            away = f", which is away and may come back for {self._kept_for():.0f} s" if self.session is None else ""
+            away = f", which is disconnected and may come back for {self._kept_for():.0f} s" if self.session is None else ""
         raise Refused(f"this node works for another head{away}")
 
     def _adopt(self, session: Session, run: str) -> None:
@@ -336,22 +336,22 @@ def compare(here: Mapping[str, str], there: Mapping[str, str]) -> None:
             raise Refused(f"{name} differs: {here.get(name)} on this node, {there.get(name)} at the head")
 
 
-def _stay(node: Node, session: Session, told: set[str]) -> None:
+def _stay(node: Node, session: Session, logged: set[str]) -> None:
     """Be there for a head that came; what it does not want this node for is logged once."""
     node.stay(session)
-    if session.refused and session.refused not in told and len(told) < REASONS:
-        told.add(session.refused)
+    if session.refused and session.refused not in logged and len(logged) < REASONS:
+        logged.add(session.refused)
         log.warning("the head at %s says: %s", session.link.peer, session.refused)
 
 
 def listen(node: Node, address: str, terms: Terms) -> Gate:
     """Wait for a head to come."""
-    told: set[str] = set()
+    logged: set[str] = set()
     return Gate(
         address,
         terms,
         lambda _: node.answer,
-        lambda name, session: _stay(node, session, told),
+        lambda name, session: _stay(node, session, logged),
         lambda peer, reason: log.warning("refused %s: %s", peer, reason),
         certificates=True,
     )

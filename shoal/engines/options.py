@@ -1,4 +1,4 @@
-"""What an engine is told: where things live, and how long is too long."""
+"""What an engine is given: where things live, and timeouts."""
 
 from __future__ import annotations
 

@@ -358,7 +358,7 @@ class Child:
                     return
 
     def run(self) -> None:
-        """Run the worker to its end, and serve until told to stop."""
+        """Run the worker to its end, and serve until asked to stop."""
         host = self.host
         for thread in (self.listen, self.beat):
             threading.Thread(target=thread, name=thread.__name__, daemon=True).start()

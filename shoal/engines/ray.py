@@ -350,7 +350,7 @@ class RayHost:
             self.tell()
 
     def finish(self) -> None:
-        """Close the worker, which has been told to stop."""
+        """Close the worker, which was asked to stop."""
         if self.host.work is not None:
             self.host.work.close()
 
@@ -428,7 +428,7 @@ class RayHost:
 
 
 def host_class(ray: Any) -> Any:
-    """The class of actors, whose threads are told apart; Ray does not restart them, since the supervisor does."""
+    """The class of actors, with their groups of threads; Ray does not restart them, since the supervisor does."""
     for group, methods in GROUPS.items():
         for method in methods:
             ray.method(concurrency_group=group)(getattr(RayHost, method))
@@ -565,7 +565,7 @@ def request(room: Room, worker: str) -> dict[str, float]:
 
 
 def check_room(ray: Any, wanted: Mapping[str, Mapping[str, float]], apart: int) -> None:
-    """Refuse at once what the cluster could not give even if it were idle; so many workers want a machine each."""
+    """Refuse at once what the cluster could not give even if it were idle; `apart` workers need a machine each."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     problems = []
     for worker, asked in wanted.items():

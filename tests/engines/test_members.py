@@ -203,12 +203,12 @@ def test_a_second_node_of_a_name_is_refused_in_words_while_the_first_is_there(
             second.call("shelf", "append", "calls", 2)
         assert second.session.closed.wait(seconds(20))
         assert second.told("refused") == [
-            ["another node is here under the name node: give this one another, with --name"]
+            ["another node is connected under the name node: choose another with --name"]
         ]
         assert not second.told("hold")
     assert first.call("shelf", "append", "calls", 1) == 1
     assert not first.session.closed.is_set()
-    assert len([each for each in caplog.records if "another node is here" in each.getMessage()]) == 1
+    assert len([each for each in caplog.records if "another node is connected" in each.getMessage()]) == 1
 
 
 def test_the_same_node_may_take_the_place_of_its_own_link(run: Run) -> None:

@@ -76,8 +76,8 @@ def test_a_head_whose_link_was_lost_may_come_back_and_another_only_later(
     before = pid(lost)
     lost.close()
     lost.join()
-    standing.said("the link to the head is lost")
-    with pytest.raises(ServiceFailed, match=r"works for another head, which is away and may come back for 1\d\d s"):
+    standing.said("the link to the head was lost")
+    with pytest.raises(ServiceFailed, match=r"works for another head, which is disconnected and may come back for 1\d\d s"):
         hold(standing.session, OTHER, {})
     with pytest.raises(ServiceFailed, match="works for another head"):
         standing.session.call("release", OTHER, seconds=seconds(20))
@@ -104,14 +104,14 @@ def test_a_run_waits_for_a_node_that_waits_for_its_former_head(stand: Stand, mon
     hold(lost, SECRET, WORKERS)
     lost.close()
     lost.join()
-    standing.said("the link to the head is lost")
+    standing.said("the link to the head was lost")
     cluster = make(
         "cluster", Options(machines=Machines(nodes=(standing.address,)), stall=seconds(20), deadline=seconds(20))
     )
     try:
         shelf = cluster.serve("shelf", programs.Shelf)
         cluster.run("one", programs.answer, shelf, "a", 2)
-        standing.said("is kept for another head, which is away, for 1")
+        standing.said("is kept for another head, which is disconnected, for 1")
         monkeypatch.setattr(nodes, "PATIENCE", 0.2)
         cluster.wait("one")
         assert shelf.get("a") == 4
@@ -127,7 +127,7 @@ def test_one_node_under_two_addresses_is_taken_once(stand: Stand) -> None:
     cluster = make("cluster", Options(machines=Machines(nodes=both), stall=seconds(20), deadline=seconds(20)))
     try:
         shelf = cluster.serve("shelf", programs.Shelf)
-        standing.said("this node is here already, under the name")
+        standing.said("this node is already connected, under the name")
         cluster.run("one", programs.answer, shelf, "a", 2)
         cluster.wait("one")
         assert shelf.get("a") == 4

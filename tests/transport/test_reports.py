@@ -172,5 +172,5 @@ def test_work_that_fits_in_no_frame_ends_the_run_in_words(monkeypatch: pytest.Mo
             one.close()
         waiting.join()
     (message,) = told
-    assert message.startswith(f"node {gate.address} cannot be told its work: message too large: 400")
+    assert message.startswith(f"node {gate.address} cannot be sent its work: message too large: 400")
     assert message.endswith("the limit is 100000 B")
