@@ -235,7 +235,9 @@ class Cluster(Launcher):
             if not about["busy"] or (known is not None and known.life == about["life"]):
                 return about
             if not logged:
-                log.warning("node %s is kept for another head, which is disconnected, for %.0f s more", name, about["busy"])
+                log.warning(
+                    "node %s is kept for another head, which is disconnected, for %.0f s more", name, about["busy"]
+                )
             logged = True
             if session.closed.wait(min(about["busy"], BEAT)) or self._closed.is_set():
                 raise ServiceLost(f"the link was lost: {session.lost}")

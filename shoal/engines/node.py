@@ -212,7 +212,11 @@ class Node:
         with self._arrived:
             if session is self.session or self.run in ("", run):
                 return
-            away = f", which is disconnected and may come back for {self._kept_for():.0f} s" if self.session is None else ""
+            away = (
+                f", which is disconnected and may come back for {self._kept_for():.0f} s"
+                if self.session is None
+                else ""
+            )
         raise Refused(f"this node works for another head{away}")
 
     def _adopt(self, session: Session, run: str) -> None:

@@ -570,7 +570,7 @@ def check_room(ray: Any, wanted: Mapping[str, Mapping[str, float]], apart: int) 
     problems = []
     for worker, asked in wanted.items():
         if not any(all(node.get(name, 0.0) >= amount for name, amount in asked.items()) for node in nodes):
-            problems.append(f"no machine of it has {_told(asked)} for {worker}")
+            problems.append(f"no machine of it has {_listed(asked)} for {worker}")
     for name in sorted({name for asked in wanted.values() for name in asked}):
         need = sum(asked.get(name, 0.0) for asked in wanted.values())
         have = sum(node.get(name, 0.0) for node in nodes)
@@ -585,7 +585,7 @@ def check_room(ray: Any, wanted: Mapping[str, Mapping[str, float]], apart: int) 
         )
 
 
-def _told(resources: Mapping[str, float]) -> str:
+def _listed(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"
 
 

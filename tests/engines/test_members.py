@@ -202,9 +202,7 @@ def test_a_second_node_of_a_name_is_refused_in_words_while_the_first_is_there(
         with pytest.raises((ServiceFailed, ServiceLost)):  # nor does it speak for the first while it is refused
             second.call("shelf", "append", "calls", 2)
         assert second.session.closed.wait(seconds(20))
-        assert second.told("refused") == [
-            ["another node is connected under the name node: choose another with --name"]
-        ]
+        assert second.told("refused") == [["another node is connected under the name node: choose another with --name"]]
         assert not second.told("hold")
     assert first.call("shelf", "append", "calls", 1) == 1
     assert not first.session.closed.is_set()

@@ -77,7 +77,9 @@ def test_a_head_whose_link_was_lost_may_come_back_and_another_only_later(
     lost.close()
     lost.join()
     standing.said("the link to the head was lost")
-    with pytest.raises(ServiceFailed, match=r"works for another head, which is disconnected and may come back for 1\d\d s"):
+    with pytest.raises(
+        ServiceFailed, match=r"works for another head, which is disconnected and may come back for 1\d\d s"
+    ):
         hold(standing.session, OTHER, {})
     with pytest.raises(ServiceFailed, match="works for another head"):
         standing.session.call("release", OTHER, seconds=seconds(20))
