@@ -166,7 +166,7 @@ def test_a_run_without_checkpoint_begins_again(tmp_path: Path, caplog: pytest.Lo
     shutil.rmtree(run.directory / "checkpoints")
     again = run.resume()
     assert again.summary["steps"] >= 300
-    assert "no checkpoint to go on from" in caplog.text
+    assert "no checkpoint to resume from" in caplog.text
     steps = [row["steps"] for row in again.rows() if row["kind"] == "train"]
     assert steps == sorted(set(steps))
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shoal import training
-from shoal.cli.main import main as cli
+from shoal.cli import main as cli
 from tests.pace import seconds
 
 CONFIGS = Path(__file__).parents[1] / "configs"
