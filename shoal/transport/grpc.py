@@ -24,7 +24,7 @@ import numpy as np
 
 from shoal.core.errors import DeadlineExceeded, ServiceLost, ShoalError, WireError
 from shoal.core.wire import Buffer
-from shoal.transport import LIMIT, Wire, strangers, trust
+from shoal.transport import LIMIT, Handle, Report, strangers, trust
 from shoal.transport.strangers import CROWDED, THREADLESS, Lobby, Place
 from shoal.transport.trust import OPENING, Terms, Trust, joined, line, split
 
@@ -252,14 +252,7 @@ def accepts_old_tls(address: str, own: Trust) -> bool:
 class GrpcListener:
     """Accepts streams, and hands each to a handler in a thread of its own; those whom TLS refuses are not reported."""
 
-    def __init__(
-        self,
-        address: str,
-        terms: Terms,
-        certificates: bool,
-        handle: Callable[[Wire], None],
-        refused: Callable[[str, str], None],
-    ) -> None:
+    def __init__(self, address: str, terms: Terms, certificates: bool, handle: Handle, refused: Report) -> None:
         """Begin to listen."""
         grpc, (host, port), self._trust = library(), split(address), terms.certificates()
         self._terms, self._handle, self._refused, self._lobby = terms, handle, refused, Lobby()
