@@ -8,6 +8,7 @@ import queue
 import socket
 import tempfile
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from shoal.bench.measuring import ORDER, Effort, Row, Tables, contest, payloads
+from shoal.core.errors import ServiceLost
 from shoal.core.tree import size_of
 from shoal.transport.certificates import initialise
 from shoal.transport.session import Gate, Session, meet
@@ -180,6 +182,18 @@ def links(effort: Effort) -> Tables:
     return {"links": rows}
 
 
+def connect(address: str, terms: Terms) -> Session:
+    """Meet the other machine, which may not listen yet."""
+    limit = time.monotonic() + SECONDS
+    while True:
+        try:
+            return meet(address, terms, lambda *_: None)[1]
+        except ServiceLost:
+            if time.monotonic() > limit:
+                raise
+            time.sleep(0.1)
+
+
 def measure(link: str, folder: str, seconds: float) -> list[Row]:
     """All contests over one kind of link."""
     context = multiprocessing.get_context("spawn")
@@ -188,7 +202,7 @@ def measure(link: str, folder: str, seconds: float) -> list[Row]:
     process.start()
     try:
         ours_at, bare_at = pipe.recv()
-        _, session = meet(ours_at, Terms("joiner", folder, link=link, rank=1, world=2), lambda *_: None)
+        session = connect(ours_at, Terms("joiner", folder, link=link, rank=1, world=2))
         bare = CONTESTS[link](bare_at, folder)
         ask = partial(session.call, seconds=SECONDS)
         order = {verb: ORDER.pack(verb.encode(), 0) for verb in ("same", "get")}

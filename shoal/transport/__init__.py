@@ -6,7 +6,7 @@ Between machines, a link is a module with `dial` and `listen`, which make wires;
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from shoal.core.errors import SettingsError, nearest
 
@@ -45,6 +45,10 @@ class Wire(Protocol):
         """End the connection at once, also under threads that wait for it."""
 
 
+Handle: TypeAlias = Callable[[Wire], None]
+Report: TypeAlias = Callable[[str, str], None]  # of who was refused, and why
+
+
 class Listener(Protocol):
     """Accepts connections, and hands each to a handler in a thread of its own."""
 
@@ -60,14 +64,7 @@ class Link(Protocol):
     def dial(self, address: str, terms: Terms) -> Wire:
         """Connect to a listener."""
 
-    def listen(
-        self,
-        address: str,
-        terms: Terms,
-        certificates: bool,
-        handle: Callable[[Wire], None],
-        refused: Callable[[str, str], None],
-    ) -> Listener:
+    def listen(self, address: str, terms: Terms, certificates: bool, handle: Handle, refused: Report) -> Listener:
         """Listen, on a free port for 0; `refused` is given who did not get as far as the handler, and why.
 
         With `certificates`, those who connect must show one of the authority.

@@ -18,35 +18,20 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from shoal.core.errors import Refused, SettingsError, ShoalError
-from shoal.transport.trust import (
-    FOLDER,
-    MISSING,
-    REVOKED,
-    Trust,
-    fingerprint,
-    parse_fingerprint,
-    present,
-    read_revoked,
-    read_token,
-)
+from shoal.transport import trust
+from shoal.transport.trust import FOLDER, REVOKED, Trust, fingerprint, present
 
 try:
     from cryptography import x509
-    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.serialization import (
-        Encoding,
-        NoEncryption,
-        PrivateFormat,
-        load_pem_private_key,
-    )
     from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 except ImportError:
-    raise ShoalError(MISSING) from None
+    raise ShoalError(trust.MISSING) from None
 
 ROLES = ("head", "node")
 LOCAL = ("localhost", "127.0.0.1", "::1")
-CURVE = ec.SECP256R1()  # every TLS library supports it
+PEM, CURVE = serialization.Encoding.PEM, ec.SECP256R1()  # every TLS library supports it
 DAYS = 825.0  # the longest that some systems accept for a machine's certificate
 AUTHORITY_DAYS = 3650.0
 SKEW = timedelta(hours=1)  # clocks of other machines may be behind
@@ -94,7 +79,7 @@ def issue(
     """Create the trust folder of another machine, signed by the authority in `folder`, whose key stays there."""
     names, folder = _checked(names), folder.expanduser()
     files = _machine(names, roles, _authority(folder), begin or datetime.now(UTC), days)
-    files["token"] = read_token(folder).encode() + b"\n"
+    files["token"] = trust.read_token(folder).encode() + b"\n"
     if (folder / REVOKED).is_file():
         files[REVOKED] = (folder / REVOKED).read_bytes()
     return _create(out, names, files)
@@ -116,17 +101,17 @@ def revoke(folder: Path, which: str) -> str:
     """No longer accept a certificate, given by its fingerprint, its file or its folder; return its fingerprint."""
     folder, path = folder.expanduser(), Path(which).expanduser()
     path = path / "node.pem" if path.is_dir() else path
-    mark = fingerprint(path) if path.is_file() and _load(path) else parse_fingerprint(which).hex(":").upper()
+    mark = fingerprint(path) if path.is_file() and _load(path) else trust.parse_fingerprint(which).hex(":").upper()
     if mark == fingerprint(present(folder, "node.pem")):
         raise SettingsError(f"{mark} is the certificate of {folder} itself: revoke it on the machines it connects to")
-    _replace(folder / REVOKED, "".join(f"{each}\n" for each in sorted({*read_revoked(folder), mark})).encode())
+    _replace(folder / REVOKED, "".join(f"{each}\n" for each in sorted({*trust.read_revoked(folder), mark})).encode())
     return mark
 
 
-def check_peer(certificate: bytes, trust: Trust, role: str) -> None:
+def check_peer(certificate: bytes, files: Trust, role: str) -> None:
     """Refuse a certificate of the authority that was revoked or is for another role."""
     mark = fingerprint(certificate)
-    if mark in trust.revoked():
+    if mark in files.revoked():
         raise Refused(f"the certificate {mark} is revoked")
     if role not in (roles := roles_in(certificate)):
         what = f"is for a {' and a '.join(sorted(roles))}" if roles else "names neither head nor node"
@@ -189,7 +174,7 @@ def _authority(folder: Path) -> Authority:
         raise SettingsError(f"{folder} has no ca.key: only the machine where the authority was created can issue")
     check_dates(path)
     try:
-        key = load_pem_private_key((folder / "ca.key").read_bytes(), None)
+        key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
     except (ValueError, TypeError) as error:  # such as a key under a password
         raise ShoalError(f"the key of the authority in {folder} cannot be read: {error}") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
@@ -219,7 +204,7 @@ def _machine(
     end = min(begin + timedelta(days=days), authority.certificate.not_valid_after_utc)
     certificate = _sign(_subject(names[0][:64], roles), key, begin, end, authority, names)
     pems = {"ca.pem": authority.certificate, "node.pem": certificate}
-    return {name: each.public_bytes(Encoding.PEM) for name, each in pems.items()} | {"node.key": _pem(key)}
+    return {name: each.public_bytes(PEM) for name, each in pems.items()} | {"node.key": _pem(key)}
 
 
 def _subject(title: str, roles: Sequence[str] = ()) -> x509.Name:
@@ -275,7 +260,7 @@ def _general(name: str) -> x509.GeneralName:
 
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
 
 
 def _new_token() -> bytes:

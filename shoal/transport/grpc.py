@@ -1,10 +1,9 @@
 """The gRPC link: one stream in both directions over HTTP/2, with or without TLS.
 
-Frames are bytes to gRPC, which needs no generated code for them; long ones travel in pieces, each followed by a byte
-that says whether more follow. TLS is gRPC's own, which neither pins certificates nor tells which one it was shown: so a
-client first fetches the server's certificate over a connection of ours, and then trusts only that one. Nor can a lowest
-version of TLS be chosen: so gRPC gets ciphers for 1.2 that nobody can use, and a listener checks whether it would
-accept 1.2 all the same.
+Frames are bytes to gRPC, which needs no generated code for them; long ones travel in pieces. TLS is gRPC's own, which
+neither pins certificates nor tells which one it was shown: so a client first fetches the server's certificate over a
+connection of ours, and then trusts only that one. Nor can a lowest version of TLS be chosen: so gRPC gets ciphers for
+1.2 that nobody can use, and a listener checks whether it would accept 1.2 all the same.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import os
 import queue
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,15 +20,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NoReturn
 
+import numpy as np
+
 from shoal.core.errors import DeadlineExceeded, ServiceLost, ShoalError, WireError
 from shoal.core.wire import Buffer
-from shoal.transport import LIMIT, Wire, strangers, trust
+from shoal.transport import LIMIT, Handle, Report, strangers, trust
 from shoal.transport.strangers import CROWDED, THREADLESS, Lobby, Place
 from shoal.transport.trust import OPENING, Terms, Trust, joined, line, split
 
 SERVICE, METHOD = "shoal.Link", "Carry"
 PIECE = 1 << 20  # bytes that travel at once: the other side takes one in while the next is sent
-LAST, MORE = b"\0", b"\1"
+LEFT = struct.Struct("<Q")  # bytes of a frame that are still to come
 AHEAD = 8  # pieces that may wait to be sent
 FULL = 0.0005  # seconds before a sender checks again whether there is room
 STREAMS = 256  # connections at once
@@ -63,17 +65,18 @@ def library() -> Any:
 
 
 def cut(*buffers: Buffer) -> Iterator[bytes]:
-    """The pieces of a frame; the byte that says whether more follow comes last, so that arrays stay aligned."""
-    left, parts, room = sum(map(len, buffers)), [], PIECE
+    """The pieces of a frame, each followed by the number of bytes that are still to come: so arrays stay aligned."""
+    left, parts, room = sum(map(len, buffers)), list[Buffer](), PIECE
     for buffer in buffers:
         view = memoryview(buffer)
         while view:
-            parts.append(view[:room])
-            view, left, room = view[room:], left - len(parts[-1]), room - len(parts[-1])
+            part, view = view[:room], view[room:]
+            left, room = left - len(part), room - len(part)
+            parts.append(part)
             if left and not room:
-                yield b"".join((*parts, MORE))
+                yield b"".join((*parts, LEFT.pack(left)))
                 parts, room = [], PIECE
-    yield b"".join((*parts, LAST))
+    yield b"".join((*parts, LEFT.pack(0)))
 
 
 class GrpcWire:
@@ -89,7 +92,7 @@ class GrpcWire:
         self._incoming: Iterator[bytes] = iter(())
         self._end: Callable[[str], None] = lambda reason: None
         self._allowed: float = strangers.LIMIT  # bytes that the other side may still send
-        self._parts: list[memoryview] = []
+        self._frame = self._missing = memoryview(b"")  # what is received, and the part of it that has not come
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._sending = threading.Lock()
 
@@ -148,18 +151,24 @@ class GrpcWire:
 
     def take(self, piece: bytes) -> Buffer | None:
         """Take in a piece; return the frame that it completes."""
-        self._allowed -= len(piece)
-        if self._allowed < 0:
-            raise WireError(f"more than {strangers.LIMIT} B before the other side has identified itself")
-        if piece[-1:] not in (LAST, MORE):
+        if len(piece) < LEFT.size:
             raise WireError("not a piece of a frame")
-        self._parts.append(memoryview(piece)[:-1])
-        if sum(map(len, self._parts)) > LIMIT:
-            raise WireError(f"a frame of more than {LIMIT} B")
-        if piece[-1:] == MORE:
-            return None
-        parts, self._parts = self._parts, []
-        return parts[0] if len(parts) == 1 else bytearray().join(parts)
+        part, (left,) = memoryview(piece)[: -LEFT.size], LEFT.unpack_from(piece, len(piece) - LEFT.size)
+        self._allowed -= len(piece)
+        if self._allowed < left:
+            raise WireError(f"more than {strangers.LIMIT} B before the other side has identified itself")
+        if not (left or len(self._missing)):
+            return part
+        if not len(self._missing):
+            if len(part) + left > LIMIT:
+                raise WireError(f"a frame of more than {LIMIT} B")
+            room: Any = np.empty(len(part) + left, np.uint8)
+            self._frame = self._missing = memoryview(room)
+        if len(part) + left != len(self._missing) or not len(part):
+            raise WireError("not a piece of a frame")
+        self._missing[: len(part)] = part
+        self._missing = self._missing[len(part) :]
+        return None if left else self._frame
 
     def refuse(self, reason: str) -> None:
         """End the stream, and say why."""
@@ -243,14 +252,7 @@ def accepts_old_tls(address: str, own: Trust) -> bool:
 class GrpcListener:
     """Accepts streams, and hands each to a handler in a thread of its own; those whom TLS refuses are not reported."""
 
-    def __init__(
-        self,
-        address: str,
-        terms: Terms,
-        certificates: bool,
-        handle: Callable[[Wire], None],
-        refused: Callable[[str, str], None],
-    ) -> None:
+    def __init__(self, address: str, terms: Terms, certificates: bool, handle: Handle, refused: Report) -> None:
         """Begin to listen."""
         grpc, (host, port), self._trust = library(), split(address), terms.certificates()
         self._terms, self._handle, self._refused, self._lobby = terms, handle, refused, Lobby()

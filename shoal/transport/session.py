@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 from shoal import transport
 from shoal.core import wire
 from shoal.core.errors import DeadlineExceeded, Refused, ServiceFailed, ServiceLost, ShoalError, WireError
-from shoal.transport import LIMIT, Wire
+from shoal.transport import LIMIT, Report, Wire
 from shoal.transport.strangers import THREADLESS, RefusalLog
 from shoal.transport.trust import Facts, Terms, handshake, refusal
 
@@ -350,7 +350,7 @@ class Gate:
         terms: Terms,
         answer: Callable[[str], Answer],
         welcome: Callable[[str, Session], None],
-        refused: Callable[[str, str], None],
+        refused: Report,
         certificates: bool,
     ) -> None:
         """Begin to listen; `welcome` keeps a connection's thread until its session ends.

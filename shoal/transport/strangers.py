@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
+from shoal.transport import Report
+
 PLACES = 64  # strangers at once
 LEAVING = 1.0  # seconds within which one who has to leave must be gone
 LIMIT = 64 << 10  # bytes that a stranger may send
@@ -66,7 +68,7 @@ class Lobby:
 class RefusalLog:
     """Reports refused connections: the first in full, then how many more there were, so that nobody fills a log."""
 
-    def __init__(self, report: Callable[[str, str], None]) -> None:
+    def __init__(self, report: Report) -> None:
         """Report who was refused, and why."""
         self._report = report
         self._turn = threading.RLock()

@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -28,7 +28,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 from shoal.core.errors import DeadlineExceeded, ServiceLost, SettingsError, ShoalError
 from shoal.core.wire import Buffer
-from shoal.transport import Wire
+from shoal.transport import Handle, Report
 from shoal.transport.trust import OPENING, Terms, is_loopback, line, split
 
 HEAD = "head"
@@ -44,7 +44,7 @@ SCHEME = "shoal"
 _stores: dict[str, Any] = {}  # at the head, by address
 _runs: list[str] = []  # that a node has taken part in
 _wires: dict[str, RpcWire] = {}  # of this process, by the name under which the other side sends
-_handlers: list[Callable[[Wire], None]] = []  # of the listener, where there is one
+_handlers: list[Handle] = []  # of the listener, where there is one
 
 
 def deliver(name: str, number: int, frame: torch.Tensor) -> None:
@@ -236,14 +236,7 @@ def dial(address: str, terms: Terms) -> RpcWire:
 class RpcListener:
     """Waits at rank 0 for the others."""
 
-    def __init__(
-        self,
-        address: str,
-        terms: Terms,
-        certificates: bool,
-        handle: Callable[[Wire], None],
-        refused: Callable[[str, str], None],
-    ) -> None:
+    def __init__(self, address: str, terms: Terms, certificates: bool, handle: Handle, refused: Report) -> None:
         """Begin to wait, in a thread: torch RPC starts only when all machines have joined."""
         if terms.world < 2:
             raise SettingsError("torch RPC numbers its machines: set network.world to how many they are, with the head")

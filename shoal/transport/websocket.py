@@ -23,7 +23,7 @@ import numpy as np
 
 from shoal.core.errors import DeadlineExceeded, Refused, ServiceLost, ShoalError, WireError
 from shoal.core.wire import Buffer
-from shoal.transport import LIMIT, Wire, strangers, trust
+from shoal.transport import LIMIT, Handle, Report, strangers, trust
 from shoal.transport.strangers import CROWDED, DISPLACED, THREADLESS, Lobby, Place
 from shoal.transport.trust import OPENING, Terms, joined, line, split
 
@@ -333,14 +333,7 @@ def _failure(address: str, terms: Terms, error: Exception) -> ShoalError:
 class WebsocketListener:
     """Accepts connections, and hands each to a handler in a thread of its own."""
 
-    def __init__(
-        self,
-        address: str,
-        terms: Terms,
-        certificates: bool,
-        handle: Callable[[Wire], None],
-        refused: Callable[[str, str], None],
-    ) -> None:
+    def __init__(self, address: str, terms: Terms, certificates: bool, handle: Handle, refused: Report) -> None:
         """Begin to listen."""
         library()
         self._terms, self._handle, self._refused, self._lobby = terms, handle, refused, Lobby()

@@ -150,9 +150,18 @@ def test_a_sender_waits_for_a_receiver_who_takes_nothing() -> None:
 def test_what_is_no_piece_of_a_frame_is_refused() -> None:
     wire = grpc.GrpcWire("nobody")
     wire.trust()
-    for odd in (b"", b"abc\x02"):
+    with pytest.raises(WireError, match="not a piece of a frame"):
+        wire.take(b"1234567")
+    assert wire.take(b"ab" + grpc.LEFT.pack(3)) is None
+    for odd in (
+        b"c" + grpc.LEFT.pack(1),
+        b"cdef" + grpc.LEFT.pack(0),
+        grpc.LEFT.pack(3),
+        b"cd" + grpc.LEFT.pack(2**64 - 1),
+    ):
         with pytest.raises(WireError, match="not a piece of a frame"):
             wire.take(odd)
+    assert wire.take(b"cde" + grpc.LEFT.pack(0)) == b"abcde"
 
 
 @pytest.mark.parametrize("lengths", [[0], [1, 0, 2], [grpc.PIECE], [grpc.PIECE - 1, 1, 1], [7, 3 * grpc.PIECE, 9]])
@@ -166,10 +175,16 @@ def test_pieces_are_put_together_again(lengths: list[int]) -> None:
     assert wire.take(last) == b"".join(buffers)
 
 
+def test_no_room_is_made_for_what_a_stranger_announces() -> None:
+    for left in (strangers.LIMIT, 2**30):
+        with pytest.raises(WireError, match="before the other side has identified itself"):
+            grpc.GrpcWire("nobody").take(b"1" + grpc.LEFT.pack(left))
+
+
 def test_a_frame_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc, "LIMIT", 10)
     wire = grpc.GrpcWire("nobody")
     wire.trust()
-    wire.take(b"12345\x01")
+    assert wire.take(b"12345" + grpc.LEFT.pack(0)) == b"12345"
     with pytest.raises(WireError, match="a frame of more than 10 B"):
-        wire.take(b"123456\x00")
+        wire.take(b"12345" + grpc.LEFT.pack(6))
