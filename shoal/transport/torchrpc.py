@@ -54,7 +54,7 @@ def deliver(name: str, number: int, frame: torch.Tensor) -> None:
     wire.take(number, frame)
 
 
-def knock(caller: str, theirs: str, ours: str) -> None:
+def open_wire(caller: str, theirs: str, ours: str) -> None:
     """Open a wire on this side, for a machine that opened one on its side."""
     if not _handlers:
         raise ServiceLost("nobody listens")
@@ -226,7 +226,7 @@ def dial(address: str, terms: Terms) -> RpcWire:
     ours, theirs = secrets.token_hex(8), secrets.token_hex(8)
     wire = RpcWire(HEAD, theirs, ours)
     try:
-        rpc.rpc_sync(HEAD, knock, (f"node-{terms.rank}", ours, theirs), timeout=SENDING)
+        rpc.rpc_sync(HEAD, open_wire, (f"node-{terms.rank}", ours, theirs), timeout=SENDING)
     except (RuntimeError, ShoalError) as error:
         wire.close()
         raise ServiceLost(f"{address} does not answer: {_first(error)}") from None

@@ -77,9 +77,12 @@ class WebsocketWire:
             self.peer = "{}:{}".format(*connection.getpeername()[:2])
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def attempt(self, action: Callable[[], T], events: int, limit: float | None) -> T:
-        """Do something with the socket once it is ready, until a time."""
+    def attempt(self, action: Callable[[], T], events: int, limit: float | None, wait: bool = False) -> T:
+        """Do something with the socket once it is ready, until a time; without `wait`, try it at once."""
         while True:
+            if wait:
+                self._wait(events, limit)
+            wait = True
             with self._turn:
                 try:
                     return action()
@@ -89,18 +92,23 @@ class WebsocketWire:
                     events = select.POLLOUT
                 except BlockingIOError:
                     pass
-            if (left := LOOK if limit is None else limit - time.monotonic()) <= 0:
-                raise TimeoutError("nothing came in time")
-            poll = select.poll()
-            try:
-                poll.register(self.connection, events)
-            except ValueError:
-                raise OSError("it is closed") from None
-            poll.poll(1000 * min(left, LOOK))
 
-    def read(self, room: memoryview, limit: float | None) -> int:
+    def _wait(self, events: int, limit: float | None) -> None:
+        if (left := LOOK if limit is None else limit - time.monotonic()) <= 0:
+            raise TimeoutError("nothing came in time")
+        poll = select.poll()
+        try:
+            poll.register(self.connection, events)
+        except ValueError:
+            raise OSError("it is closed") from None
+        poll.poll(1000 * min(left, LOOK))
+
+    def read(self, room: memoryview, limit: float | None, wait: bool = False) -> int:
         """Wait until a time for some bytes, and return how many have come; 0: the other side has ended."""
-        count = self.attempt(partial(self.connection.recv_into, room), select.POLLIN, limit)
+        if wait and isinstance(self.connection, ssl.SSLSocket):
+            with self._turn:
+                wait = not self.connection.pending()
+        count = self.attempt(partial(self.connection.recv_into, room), select.POLLIN, limit, wait)
         self._allow(count)
         return count
 
@@ -169,8 +177,8 @@ class WebsocketWire:
         except OSError as error:
             raise ServiceLost(f"the link is broken: {error}") from error
 
-    def _read(self, room: memoryview, limit: float | None) -> int:
-        if not (count := self.read(room, limit)):
+    def _read(self, room: memoryview, limit: float | None, wait: bool = False) -> int:
+        if not (count := self.read(room, limit, wait)):
             raise ServiceLost("the link was closed")
         return count
 
@@ -180,7 +188,7 @@ class WebsocketWire:
             self._buffer[: self._end - self._start] = self._buffer[self._start : self._end]
             self._start, self._end = 0, self._end - self._start
         while self._end - self._start < count:
-            self._end += self._read(self._buffer[self._end :], limit)
+            self._end += self._read(self._buffer[self._end :], limit, wait=True)  # it has rarely come already
 
     def _begin(self, limit: float | None) -> None:
         """Read the header of a frame, and make room for its payload."""
