@@ -341,16 +341,16 @@ class Cluster(Launcher):
             worker, away = self.recipes[name][0], station.session is None
             if busy:
                 worker.started = time.monotonic()
-            changes: dict[str, Any] = {"node": station.name, "away": away, "ready": not busy}
             if name in station.failures:
                 raise WorkerFailed(f"{name} on node {station.name}: {station.failures[name]}")
-            if not fresh:
-                worker.node, worker.away, worker.ready = station.name, away, not busy
+            worker.node, worker.away, worker.ready = station.name, away, not busy
+            if not fresh:  # it was not heard of
                 continue
+            changes: dict[str, Any] = {"ended": worker.ended or name in station.ended}
             if (report := station.report.get(name)) is not None:
                 refused = {"refused": {name: report["refused"]}} if "refused" in report else {}
                 changes |= {"report": {**report, **refused}, "line": station.lines.get(name, "")}
-            yield name, changes | {"ended": worker.ended or name in station.ended}
+            yield name, changes
 
     def _fill_here(self) -> None:
         """Start the workers that have their place at the head."""

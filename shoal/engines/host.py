@@ -14,7 +14,7 @@ from shoal.core.caller import call_as
 from shoal.core.doing import here
 from shoal.core.errors import Fatal, ServiceLost, ShoalError
 from shoal.core.randomness import Randomness, seed_everything
-from shoal.core.recipe import find, rebuild
+from shoal.core.recipe import describe, find, path_of, rebuild, services_in
 from shoal.core.rights import Named, Rights
 from shoal.core.types import Work
 from shoal.engines.standin import Activity, Call, Standin
@@ -98,11 +98,15 @@ class Host:
         with Randomness(seed).active():
             self.services[name] = Served(make(*args))
 
+    def make(self, name: str, recipe: Mapping[str, Any]) -> None:
+        """Make a service of its recipe."""
+        args = [rebuild(arg, self.standin) for arg in recipe["args"]]
+        self.serve(name, find_service(recipe["make"]), args, recipe["seed"])
+
     def begin(self, start: Mapping[str, Any]) -> None:
         """Make what a message from the supervisor describes: services, then the worker."""
         for name, recipe in start["services"].items():
-            args = [rebuild(arg, self.standin) for arg in recipe["args"]]
-            self.serve(name, find_service(recipe["make"]), args, recipe["seed"])
+            self.make(name, recipe)
         self.ready.set()
         function = find_worker(start["work"])
         args = [rebuild(arg, self.standin) for arg in start["args"]]
@@ -191,6 +195,17 @@ class Host:
     def lasting(self, service: str, method: str) -> bool:
         """Whether answers of a method never change once given."""
         return self.services[service].lasting(method)
+
+
+def recipe_of(make: Callable[..., Any], args: Sequence[Any], seed: int) -> dict[str, Any]:
+    """How to make a service in another process."""
+    return {"make": path_of(make), "args": [describe(arg) for arg in args], "seed": seed}
+
+
+def named_in(start: Mapping[str, Any]) -> set[str]:
+    """The services and shared blocks among the arguments of a worker and of the services that live with it."""
+    args = [*start["args"], *(arg for recipe in start["services"].values() for arg in recipe["args"])]
+    return {name for arg in args for name in services_in(arg)}
 
 
 def given(value: Any, standin: Callable[[str], Any]) -> Any:

@@ -22,11 +22,11 @@ from typing import Any, Protocol
 
 from shoal.core.caller import caller
 from shoal.core.errors import DeadlineExceeded, Refused, ServiceFailed, ServiceLost, ShoalError, WireError
-from shoal.core.recipe import allow, services_in
+from shoal.core.recipe import allow
 from shoal.core.rights import Rights
 from shoal.core.types import Array
 from shoal.core.wire import shared_size
-from shoal.engines.host import BEAT, Bell, Host, stacks
+from shoal.engines.host import BEAT, Bell, Host, named_in, stacks
 from shoal.engines.memory import Block, opened
 from shoal.engines.options import Options
 from shoal.engines.standin import Call
@@ -102,8 +102,7 @@ class Processes(Launcher):
         homes = {service: self.homes.get(service, HEAD) for service in start["rights"] if service not in self.blocks}
         hosts = sorted({*homes.values()} - {worker.name})
         ends = [self._connect(host, Rights(worker.name, start["rights"], self.head.refused)) for host in hosts]
-        given = [*start["args"], *(arg for recipe in start["services"].values() for arg in recipe["args"])]
-        wanted = {name for arg in given for name in services_in(arg)}
+        wanted = named_in(start)
         blocks = [block for name, block in self.blocks.items() if name in wanted]
         layouts = {block._service: block.layout for block in blocks}
         descriptors = [*(end.fileno() for end in ends), *(block.descriptor for block in blocks)]
@@ -229,11 +228,12 @@ class Processes(Launcher):
 
     def stacks(self, worker: Worker) -> str:
         """Ask a process where its threads are."""
-        control = self.controls.get(worker.name)
         limit, found = time.monotonic() + ASKED, ""
         late: list[tuple[str, Mapping[str, Any]]] = []
-        with suppress(ServiceLost, WireError, DeadlineExceeded, AttributeError):
-            control.send(["stacks"])  # type: ignore[union-attr]
+        if (control := self.controls.get(worker.name)) is None:
+            return found
+        with suppress(ServiceLost, WireError, DeadlineExceeded):
+            control.send(["stacks"])
             while not found and time.monotonic() < limit:
                 for name, changes in self.poll(0.05):
                     found = changes.get("stacks", found) if name == worker.name else found

@@ -34,11 +34,11 @@ from shoal.core.errors import (
     Stalled,
     WireError,
 )
-from shoal.core.recipe import allow, describe, path_of, rebuild, services_in
+from shoal.core.recipe import allow, services_in
 from shoal.core.rights import Rights
 from shoal.core.types import Array
 from shoal.core.wire import TYPES, shared_size
-from shoal.engines.host import BEAT, Host, find_service, stacks
+from shoal.engines.host import BEAT, Host, named_in, recipe_of, stacks
 from shoal.engines.memory import Block, Layout, opened
 from shoal.engines.options import Options, Room
 from shoal.engines.standin import Call
@@ -97,8 +97,8 @@ class Ray(Launcher):
 
     def serve(self, name: str, make: Callable[..., Any], args: Sequence[Any], seed: int) -> bool:
         """Make a service in the head's actor."""
-        recipe: dict[str, Any] = {"make": path_of(make), "args": [describe(arg) for arg in args], "seed": seed}
-        self._map_blocks(HEAD, recipe["args"])
+        recipe = recipe_of(make, args, seed)
+        self._map_blocks(HEAD, {name for arg in recipe["args"] for name in services_in(arg)})
         if problem := self._get(self.handles[HEAD].serve.remote(name, recipe), STARTING):
             raise ShoalError(f"service {name} could not be made:\n{problem}")
         return True
@@ -144,10 +144,7 @@ class Ray(Launcher):
 
     def _stays(self, start: Mapping[str, Any]) -> bool:
         """Whether a worker has to live on this machine: for its services' folder, or for shared memory."""
-        return bool(start["services"] and not self.room.roam) or bool(self._blocks_in(_given(start)))
-
-    def _blocks_in(self, args: Sequence[Any]) -> set[str]:
-        return {name for arg in args for name in services_in(arg) if name in self.blocks}
+        return bool(start["services"] and not self.room.roam) or bool(named_in(start) & self.blocks.keys())
 
     def _ray_name(self, worker: str) -> str:
         return f"{self.run_name}/{worker}/{self.lives.get(worker, 0)}"
@@ -171,12 +168,12 @@ class Ray(Launcher):
             max_concurrency=CALLS,
             scheduling_strategy=where,
         ).remote({**start, "names": names, "namespace": self.namespace})
-        self._map_blocks(name, _given(start))
+        self._map_blocks(name, named_in(start))
         self._ask(name, "beat", 0)
 
-    def _map_blocks(self, name: str, args: Sequence[Any]) -> None:
-        """Have an actor of this machine map the shared memory that these arguments name."""
-        for block in self._blocks_in(args):
+    def _map_blocks(self, name: str, named: set[str]) -> None:
+        """Have an actor of this machine map the shared memory that its arguments name."""
+        for block in named & self.blocks.keys():
             path, layout = f"/proc/{os.getpid()}/fd/{self.blocks[block].descriptor}", self.blocks[block].layout
             self._get(self.handles[name].map_block.remote(block, path, layout), STARTING)
 
@@ -267,9 +264,7 @@ class Ray(Launcher):
         several = len({*self.nodes.values()}) > 1
         if question == "beat" and not state["failure"]:
             self._ask(name, "beat", number)
-        turned = {"turned": state.pop("turned")} if question == "turn" else {}
-        state.pop("turned", None)
-        return {**state, **turned, "node": self.nodes[name] if several else "", "away": False}
+        return {**state, "node": self.nodes[name] if several else "", "away": False}
 
     def _squeeze_in(self) -> None:
         """Let workers that were restarted share the CPUs of others, if their own went with a machine."""
@@ -357,8 +352,7 @@ class RayHost:
     def serve(self, name: str, recipe: Mapping[str, Any]) -> str:
         """Make one more service; the answer is what went wrong."""
         try:
-            args = [rebuild(arg, self.host.standin) for arg in recipe["args"]]
-            self.host.serve(name, find_service(recipe["make"]), args, recipe["seed"])
+            self.host.make(name, recipe)
         except Exception:
             return traceback.format_exc()
         return ""
@@ -587,11 +581,6 @@ def check_room(ray: Any, wanted: Mapping[str, Mapping[str, float]], apart: int) 
 
 def _listed(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"
-
-
-def _given(start: Mapping[str, Any]) -> list[Any]:
-    """The descriptions of all arguments of a worker and of its services."""
-    return [*start["args"], *(arg for recipe in start["services"].values() for arg in recipe["args"])]
 
 
 def _cause(error: BaseException) -> str:

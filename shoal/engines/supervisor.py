@@ -23,7 +23,7 @@ from shoal.core.randomness import derive
 from shoal.core.recipe import describe, path_of
 from shoal.core.rights import Named, rights_of, with_services
 from shoal.core.types import Array, Work
-from shoal.engines.host import Host, given
+from shoal.engines.host import Host, given, recipe_of
 from shoal.engines.options import Options
 from shoal.engines.standin import Activity, Standin
 
@@ -180,8 +180,7 @@ class Supervisor:
         """Make a service in the head, or have it made in the worker where it is placed."""
         home, seed = self.options.homes.get(name, HEAD), derive(self.options.seed, name)
         if home != HEAD and not self.launcher.shared:
-            recipe = {"make": path_of(make), "args": [describe(arg) for arg in args], "seed": seed}
-            self.placed.setdefault(home, {})[name] = recipe
+            self.placed.setdefault(home, {})[name] = recipe_of(make, args, seed)
         elif not self.launcher.serve(name, make, args, seed):
             self.head.serve(name, make, [given(arg, self.head.standin) for arg in args], seed)
         return self.standin(name)

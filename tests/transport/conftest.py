@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shoal.engines.node import Node, listen
 from shoal.transport.certificates import initialise, issue
 from shoal.transport.session import ANSWERING, Session, meet
-from shoal.transport.trust import Terms
+from shoal.transport.trust import Terms, split
 from tests.pace import seconds
 
 
@@ -96,3 +98,54 @@ def stand(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[..., Standing]]
             return standing
 
         yield stand
+
+
+def carry(source: Any, target: Any, alter: Callable[[bytes], bytes] = bytes) -> None:
+    """Pass on what comes from one side to the other."""
+    with suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(alter(data))
+    with suppress(OSError):
+        target.shutdown(socket.SHUT_RDWR)
+
+
+class Cable:
+    """Stands between two machines, and can be cut; who connects again gets a new one.
+
+    What the one who connects sends passes through `alter`.
+    """
+
+    def __init__(self, target: str, alter: Callable[[bytes], bytes] = bytes) -> None:
+        self.target, self.alter = split(target), alter
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.listening.getsockname()[1]}"
+        self.ends: list[socket.socket] = []
+        self.threads = [threading.Thread(target=self._accept)]
+        self.threads[0].start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                ends = [self.listening.accept()[0], socket.create_connection(self.target)]
+                self.threads = [thread for thread in self.threads if thread.is_alive()]
+                for args in ((*ends, self.alter), (*ends[::-1], bytes)):
+                    self.threads.append(threading.Thread(target=carry, args=args))
+                    self.threads[-1].start()
+                self.ends += ends
+
+    def cut(self) -> None:
+        """End what is connected."""
+        ends, self.ends = self.ends, []
+        for end in ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def close(self) -> None:
+        """Let nobody through any more."""
+        with suppress(OSError):
+            self.listening.shutdown(socket.SHUT_RDWR)
+        self.listening.close()
+        self.cut()
+        for thread in self.threads:
+            thread.join()

@@ -21,55 +21,9 @@ from shoal.transport import strangers
 from shoal.transport.trust import Terms, split
 from tests.engines import programs
 from tests.pace import seconds
-from tests.transport.conftest import Standing
+from tests.transport.conftest import Cable, Standing
 
 SLACK = 10  # descriptors and threads more than before that are no leak: as many as calls at a time
-
-
-class Cable:
-    """Stands between a head and a node, and can be cut; who connects again gets a new one."""
-
-    def __init__(self, target: str) -> None:
-        self.target = split(target)
-        self.listening = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self.listening.getsockname()[1]}"
-        self.ends: list[socket.socket] = []
-        self.threads = [threading.Thread(target=self._accept)]
-        self.threads[0].start()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                ends = [self.listening.accept()[0], socket.create_connection(self.target)]
-                self.threads = [thread for thread in self.threads if thread.is_alive()]
-                for one, other in (ends, ends[::-1]):
-                    self.threads.append(threading.Thread(target=self._carry, args=(one, other)))
-                    self.threads[-1].start()
-                self.ends += ends
-
-    def _carry(self, one: socket.socket, other: socket.socket) -> None:
-        with suppress(OSError):
-            while data := one.recv(1 << 16):
-                other.sendall(data)
-        with suppress(OSError):
-            other.shutdown(socket.SHUT_RDWR)
-
-    def cut(self) -> None:
-        """End what is connected."""
-        ends, self.ends = self.ends, []
-        for end in ends:
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-
-    def close(self) -> None:
-        """Let nobody through any more."""
-        with suppress(OSError):
-            self.listening.shutdown(socket.SHUT_RDWR)
-        self.listening.close()
-        self.cut()
-        for thread in self.threads:
-            thread.join()
 
 
 @pytest.fixture

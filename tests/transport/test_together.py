@@ -6,8 +6,6 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +24,9 @@ from shoal.transport.trust import (
     read_token,
     server_context,
     shown,
-    split,
 )
 from tests.pace import seconds
+from tests.transport.conftest import Cable
 
 FACTS = {"wire": 1}
 
@@ -92,15 +90,6 @@ def test_a_pin_and_a_token_are_enough(folders: Path) -> None:
     assert came == ["node", b"there"]
 
 
-def carry(source: Any, target: Any, alter: Callable[[bytes], bytes] = lambda data: data) -> None:
-    """Pass on what comes from one side to the other."""
-    with suppress(OSError):
-        while data := source.recv(1 << 16):
-            target.sendall(alter(data))
-    with suppress(OSError):
-        target.shutdown(socket.SHUT_RDWR)
-
-
 def relay(listening: socket.socket, folder: Path, port: int) -> None:
     """Stand in between with another certificate, and pass on everything, TLS taken off and put on again."""
     connection, _ = listening.accept()
@@ -148,41 +137,17 @@ def test_one_who_stands_in_between_is_found_out_by_the_pin_and_by_the_binding(fo
         assert "somebody is intercepting the connection" in str(came[0])
 
 
-class Wiretap:
-    """Stands between two machines, and alters one byte of what goes one way, or repeats or drops some."""
+class Alteration:
+    """Alters one byte of what is sent next, or repeats or drops some."""
 
-    def __init__(self, target: str) -> None:
-        self.target, self.change = split(target), ""
-        self.listening = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self.listening.getsockname()[1]}"
-        self.ends: list[socket.socket] = []
-        self.threads = [threading.Thread(target=self._accept)]
-        self.threads[0].start()
+    change = ""
 
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                here, there = self.listening.accept()[0], socket.create_connection(self.target)
-                self.ends += [here, there]
-                for args in ((there, here), (here, there, self._alter)):
-                    self.threads.append(threading.Thread(target=carry, args=args))
-                    self.threads[-1].start()
-
-    def _alter(self, data: bytes) -> bytes:
+    def __call__(self, data: bytes) -> bytes:
         change, self.change = self.change, ""
         place = len(data) // 2
         if change == "altered":
             return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
         return {"repeated": 2 * data, "dropped": b"", "cut": data[:place]}.get(change, data)
-
-    def close(self) -> None:
-        """Let nobody through any more."""
-        for end in (self.listening, *self.ends):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-        for thread in self.threads:
-            thread.join()
 
 
 @pytest.mark.parametrize("link", ["websocket", "grpc"])
@@ -190,6 +155,7 @@ class Wiretap:
 def test_under_tls_no_byte_can_be_changed(folders: Path, link: str, change: str) -> None:
     taken: list[Any] = []
     ends: list[Session] = []
+    joined = threading.Event()
 
     def answer(session: Session, kind: str, args: list[Any]) -> int:
         taken.append(args[0].tobytes())
@@ -197,18 +163,21 @@ def test_under_tls_no_byte_can_be_changed(folders: Path, link: str, change: str)
 
     def stay(name: str, session: Session) -> None:
         ends.append(session)
+        joined.set()
         session.closed.wait()
         session.join()
 
     terms = Terms("node", str(folders / "here"), link=link)
     gate = Gate("127.0.0.1:0", terms, lambda _: answer, stay, lambda *_: None, certificates=True)
-    tap = Wiretap(gate.address)
+    alteration = Alteration()
+    tap = Cable(gate.address, alteration)
     try:
         _, session = meet(tap.address, Terms("head", str(folders / "there"), link=link, role="head"), lambda *_: None)
         sent = np.arange(1000)
         assert session.call("take", sent, seconds=seconds(20)) == 1
+        assert joined.wait(seconds(20))  # the other side may answer before it has taken this one in
         session.silence = ends[0].silence = seconds(2)  # what was dropped may be noticed by silence only
-        tap.change = change
+        alteration.change = change
         with pytest.raises(ServiceLost):
             call_on(session, sent)
         assert ends[0].closed.wait(seconds(20))
