@@ -13,7 +13,8 @@ from shoal.transport import LINKS
 from tests.pace import long
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-NAMES = [*(name for name in ENGINES if name != "cluster"), *(f"cluster/{link}" for link in LINKS)]
+HERE = [name for name in ENGINES if name != "cluster"]
+NAMES = [*HERE, *(f"cluster/{link}" for link in LINKS)]
 SMALL = {"hidden": [16], "activation": "relu"}
 LOCKSTEP: dict[str, Any] = {
     "impala": {"name": "impala", "batch": 4, "unroll": 10, "network": {**SMALL, "lstm": 8}},
@@ -27,9 +28,10 @@ LOCKSTEP: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("links", [1, long(len(LINKS))])
 @pytest.mark.parametrize("algorithm", ["impala", long("apex_dqn")])
 def test_lockstep_gives_the_same_bits_on_every_engine_by_every_link(
-    hosted: Any, algorithm: str, tmp_path: Path, record_property: Any
+    hosted: Any, algorithm: str, links: int, tmp_path: Path, record_property: Any
 ) -> None:
     settings = {
         "environment": {"id": "CartPole-v1"},
@@ -43,7 +45,7 @@ def test_lockstep_gives_the_same_bits_on_every_engine_by_every_link(
     }
     runs = {
         name: shoal.train({**settings, **hosted(name, machines=2)}, tmp_path / name.replace("/", "-")).summary
-        for name in NAMES
+        for name in NAMES[: len(HERE) + links]
     }
     lines = [f"{algorithm:20} {'steps':>6} {'updates':>8} {'episodes':>9}  weights (SHA-256)"]
     for name, run in runs.items():

@@ -163,8 +163,8 @@ class Cluster(Launcher):
         """Wait no more for machines that are missing."""
         self._hurried = True
 
-    def close(self) -> None:
-        """End everything, on every machine that can be reached."""
+    def release(self) -> None:
+        """End the workers on every node that can be reached."""
         self._closed.set()
         for station in [*self.stations.values()]:
             if (session := station.session) is not None:
@@ -172,6 +172,9 @@ class Cluster(Launcher):
                     session.call("release", self.run_name, seconds=10.0)
                 session.close("the run has ended")
                 session.join()
+
+    def close(self) -> None:
+        """Let no node in any more, and end what is left here."""
         if self.gate is not None:
             self.gate.close()
         for thread in self._threads:

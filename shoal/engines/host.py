@@ -141,18 +141,22 @@ class Host:
         return moved
 
     def drive(self) -> None:
-        """Advance the worker until it ends or is stopped, pausing a little longer each time it has to wait."""
+        """Advance the worker until it ends or is stopped; while it has to wait, it looks less and less often.
+
+        A worker that waited long last time looks rarely from the start: every look may be a call to a busy process.
+        """
         since: float | None = None
+        last = 0.0  # seconds that the last wait took
         while not self.stopped.is_set():
             moved = self.advance()
             if moved is None:
                 return
-            if moved:
-                since = None
-                continue
             now = time.perf_counter()
+            if moved:
+                last, since = 0.0 if since is None else now - since, None
+                continue
             since = since or now
-            self.bell.wait(min(max((now - since) * LATENESS, SHORTEST), LONGEST))
+            self.bell.wait(min(max(max(now - since, last) * LATENESS, SHORTEST), LONGEST))
             self.activity.wait(self.activity.last, time.perf_counter() - now)
 
     def stop(self) -> None:

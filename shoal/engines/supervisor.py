@@ -152,6 +152,10 @@ class Launcher(Protocol):
         """Note that the run was asked to end."""
         return
 
+    def release(self) -> None:
+        """End workers on other machines, while the services that they call are still there."""
+        return
+
     def close(self) -> None:
         """End everything that is left."""
         ...
@@ -276,6 +280,7 @@ class Supervisor:
     def close(self) -> None:
         """End every worker, first by asking, and whatever the engine has started."""
         self.head.stop()
+        self.launcher.release()  # first: a worker elsewhere may be waiting for an answer from one that lives here
         running = [worker for worker in self.workers.values() if worker.seat is not None]
         for worker in running:
             self.launcher.stop(worker)

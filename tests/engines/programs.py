@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -154,6 +155,14 @@ def count_up(shelf: Any, name: str) -> Work:
         count += 1
         shelf.put(name, count)
         yield True
+
+
+def count_to_the_end(shelf: Any, name: str, ended: str) -> Work:
+    """Count without end, and leave a file where that was ended in order."""
+    try:
+        yield from count_up(shelf, name)
+    finally:
+        Path(ended).touch()
 
 
 def until(shelf: Any, key: str, value: Any) -> Work:

@@ -43,18 +43,20 @@ def build(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Make engines that are closed whatever happens."""
     open_ones = ExitStack()
 
-    def build(name: str, **options: Any) -> Any:
+    def build(name: str, remote: list[str] | None = None, **options: Any) -> Any:
+        """Make one; where there are nodes, only workers that are `remote` live there, or all."""
         name, _, link = name.partition("/")
+        placed = None if remote is None else frozenset(remote)
         if link == "torchrpc":  # of which there is one in a process
             address = request.getfixturevalue("counted_node")
-            options["machines"] = Machines(network=Network(link=link, listen=address, world=2))
+            options["machines"] = Machines(network=Network(link=link, listen=address, world=2), remote=placed)
         elif name == "cluster":
             link = link or "websocket"
             node = Node(2, ("shoal", "tests"), LOADED)
             gate = listen(node, "127.0.0.1:0", Terms("node", link=link))
             open_ones.callback(node.close)
             open_ones.callback(gate.close)
-            options["machines"] = Machines(nodes=(gate.address,), network=Network(link=link))
+            options["machines"] = Machines(nodes=(gate.address,), network=Network(link=link), remote=placed)
         if name == "ray":
             options["room"] = Room(address=request.getfixturevalue("ray_cluster").address)
         chosen = Options(**{"stall": seconds(20.0), "deadline": seconds(20.0), **options})
@@ -502,6 +504,21 @@ def test_a_frozen_worker_is_noticed(build: Any, name: str) -> None:
     engine.run("frozen", programs.freezes, shelf)
     with pytest.raises(WorkerFailed, match="frozen gave no sign of life"):
         engine.wait("frozen")
+
+
+@EVERY
+def test_close_ends_workers_in_order_even_in_the_middle_of_calls(build: Any, name: str, tmp_path: Path) -> None:
+    counters = [f"counter-{number}" for number in range(2)]
+    engine = build(name, counters, homes={"shelf": "host"})
+    shelf = engine.serve("shelf", programs.Shelf)
+    engine.run("host", programs.idle)
+    for each in counters:
+        engine.run(each, programs.count_to_the_end, shelf, each, str(tmp_path / each))
+    for each in counters:
+        engine.run(f"saw {each}", programs.until_longer, shelf, f"{each} pids", 1)
+    engine.wait(*(f"saw {each}" for each in counters))
+    engine.close()
+    assert {path.name for path in tmp_path.iterdir()} == {*counters}
 
 
 @OWN_PROCESSES

@@ -105,7 +105,9 @@ def relay(listening: socket.socket, folder: Path, port: int) -> None:
         ):
             while line := joined.recv(1000):  # each side speaks in turn
                 head.sendall(line)
-                joined.sendall(head.recv(1000))
+                if not (answer := head.recv(1000)):
+                    break
+                joined.sendall(answer)
     except OSError:
         pass  # one of both has ended it
     finally:
