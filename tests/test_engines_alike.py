@@ -16,31 +16,37 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 HERE = [name for name in ENGINES if name != "cluster"]
 NAMES = [*HERE, *(f"cluster/{link}" for link in LINKS)]
 SMALL = {"hidden": [16], "activation": "relu"}
+KEPT = {"capacity": 300, "minimum": 40, "samples_per_insert": 4, "alpha": 0.6, "chunk": 4}
+SEQUENCES = {"unroll": 6, "burn_in": 2, "overlap": 4, "n": 2, "batch": 4, "target_every": 10, "head": 8}
 LOCKSTEP: dict[str, Any] = {
-    "impala": {"name": "impala", "batch": 4, "unroll": 10, "network": {**SMALL, "lstm": 8}},
-    "apex_dqn": {
-        "name": "apex_dqn",
-        "batch": 8,
-        "target_every": 20,
-        "replay": {"capacity": 300, "minimum": 40, "samples_per_insert": 4, "alpha": 0.6, "chunk": 4},
-        "network": SMALL,
+    "impala": {"batch": 4, "unroll": 10, "network": {**SMALL, "lstm": 8}},
+    "ppo": {"unroll": 16, "network": {**SMALL, "normalise_observation": True, "normalise_reward": True}},
+    "a3c": {"network": {**SMALL, "normalise_observation": True}},
+    "dqn": {"batch": 8, "n": 2, "target_every": 20, "replay": KEPT, "network": SMALL},
+    "apex_dqn": {"batch": 8, "target_every": 20, "replay": KEPT, "network": SMALL},
+    "r2d2": {**SEQUENCES, "replay": {**KEPT, "minimum": 10, "chunk": 2}, "network": {**SMALL, "lstm": 8}},
+    "ngu": {
+        **SEQUENCES,
+        "arms": 4,
+        "embedding": 4,
+        "replay": {**KEPT, "minimum": 10, "chunk": 2},
+        "network": {**SMALL, "lstm": 8},
     },
 }
 
 
-@pytest.mark.parametrize("links", [1, long(len(LINKS))])
-@pytest.mark.parametrize("algorithm", ["impala", long("apex_dqn")])
+@pytest.mark.parametrize(("algorithm", "links"), [("impala", 1), *(long(name, len(LINKS)) for name in LOCKSTEP)])
 def test_lockstep_gives_the_same_bits_on_every_engine_by_every_link(
     hosted: Any, algorithm: str, links: int, tmp_path: Path, record_property: Any
 ) -> None:
     settings = {
         "environment": {"id": "CartPole-v1"},
-        "algorithm": LOCKSTEP[algorithm],
+        "algorithm": {"name": algorithm, **LOCKSTEP[algorithm]},
         "lockstep": True,
         "actors": 2,
         "envs": 2,
         "threads": 1,
-        "steps": 250 if algorithm == "impala" else 120,
+        "steps": 250,
         "evaluation": {"episodes": 2, "every": 10**6},
     }
     runs = {
