@@ -25,6 +25,7 @@ from shoal.core.algorithm import (
     Algorithm,
     HasActorPriorities,
     HasMaxLag,
+    HasMinibatches,
     HasReplay,
     HasReplayRatio,
     HasTopology,
@@ -188,6 +189,12 @@ class Experiment(Settings):
             self._fits_replay(self.replay)
         if self.shared and self.device == "cuda":
             raise ValueError("device cuda: gradient workers run on the CPU, where their network is shared")
+        pieces = self.algorithm.minibatches if isinstance(self.algorithm, HasMinibatches) else 1
+        if pieces > self.batch_size and self.algorithm.experience.initial:
+            raise ValueError(
+                f"algorithm.minibatches {pieces}: a batch has only {self.batch_size} sequences, which a recurrent "
+                "network needs whole: lower minibatches, or raise algorithm.batch, actors or envs"
+            )
         if self.replay or self.shared:
             return self
         self._fits_lag(self.max_lag)
@@ -440,14 +447,21 @@ def as_yaml(experiment: Experiment) -> str:
     return "\n".join(_lines(experiment, experiment.model_dump(mode="json"), 0)) + "\n"
 
 
-def _lines(settings: BaseModel, dumped: Mapping[str, Any], depth: int) -> list[str]:
+def _lines(settings: BaseModel, dumped: Mapping[str, Any], depth: int, usual: BaseModel | None = None) -> list[str]:
+    """The settings line by line; `usual` are the defaults where they are not those of the fields."""
     lines = []
     fields = type(settings).model_fields
     for key, value in dumped.items():
         comment = fields[key].description if key in fields else "The algorithm."
         inner = getattr(settings, key, None)
+        default = getattr(usual, key, None) if usual is not None else key in fields and fields[key].default
+        if isinstance(inner, Schedule) and isinstance(default, Schedule) and default.changes and not inner.changes:
+            comment = f"{comment} Constant here; the default goes from {default.start:g} to {default.end:g}."
         if isinstance(inner, BaseModel) and not isinstance(inner, Schedule):
-            lines += [f"{'  ' * depth}{key}:  # {comment}", *_lines(inner, value, depth + 1)]
+            lines += [
+                f"{'  ' * depth}{key}:  # {comment}",
+                *_lines(inner, value, depth + 1, default if isinstance(default, BaseModel) else None),
+            ]
         else:
             text = (
                 yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shoal.core.algorithm import HasRewardInput
 from shoal.core.errors import SettingsError
 from shoal.core.tree import to_torch
 from shoal.core.types import Step
@@ -15,6 +16,7 @@ from shoal.envs import make
 from shoal.experiment import Experiment, load_of
 from shoal.runs import checkpoint, directory
 from shoal.workers.follower import Follower
+from shoal.workers.rollout import first_carry
 from shoal.workers.saving import load_weights
 
 
@@ -28,11 +30,13 @@ class Policy:
         self.state = saved["state"]
         envs = make(experiment.environment, 1, seed=0)
         try:
-            self.spec, self._encode, self._decode = envs.spec, envs.encode, envs.decode
+            self.spec, self._encode, self._decode, self._clipped = envs.spec, envs.encode, envs.decode, envs.clipped
         finally:
             envs.close()
         self.follower = Follower(experiment.algorithm, self.spec, device)
         load_weights(self.follower.net, saved["weights"])
+        algorithm = experiment.algorithm
+        self._sees_reward = isinstance(algorithm, HasRewardInput) and algorithm.sees_reward
         self.reset()
 
     @property
@@ -40,15 +44,28 @@ class Policy:
         """The environment steps that the weights were trained for."""
         return int(self.state["steps"])
 
+    @property
+    def pulls(self) -> list[list[float]]:
+        """A bandit's newest choices when the weights were saved, each as [arm, score]."""
+        return self.state.get("pulls") or self.state.get("journal", {}).get("pulls") or []
+
     def reset(self) -> None:
         """Begin a new episode: call it whenever the environment was reset."""
-        self._carry = self.experiment.algorithm.begin(self.follower.net, 1)
+        self._carry = first_carry(self.experiment.algorithm, self.follower.net, 1, self.pulls)
         self._first = True
 
-    def act(self, observation: Any, explore: bool = False) -> Any:
-        """Choose an action for an observation, both as the environment itself shows and takes them."""
-        seen = self._encode(observation)
-        step = Step(seen, np.zeros(1, np.float32), np.ones(1, np.float32), np.array([self._first]))
+    def act(self, observation: Any, reward: float | None = None, explore: bool = False) -> Any:
+        """Choose an action for an observation, both as the environment itself shows and takes them.
+
+        `reward` is what the environment gave for the last action. It may be left out where the network does not see it.
+        """
+        if reward is None and self._sees_reward and not self._first:
+            raise SettingsError(
+                f"{self.experiment.algorithm_name} also sees the reward of the last action: "
+                "call act(observation, reward), and reset() when an episode begins"
+            )
+        earned = self._clipped(np.array([0.0 if self._first else reward or 0.0]))
+        step = Step(self._encode(observation), earned, np.ones(1, np.float32), np.array([self._first]))
         device = self.follower.device
         # Halfway between the least and the most exploring of the actors, where they differ.
         rank = torch.full((1,), 0.5, device=device) if explore else None

@@ -52,11 +52,13 @@ class Score:
     checkpoint: str
     picture: Picture | None = None
     cut: int = 0  # episodes that evaluation.max_steps ended
+    sticky: float | None = None  # of an Atari game
 
     def __str__(self) -> str:
         """The statistics as a sentence."""
         figures = self.statistics
         cut = f" ({self.cut} cut off by evaluation.max_steps)" if self.cut else ""
+        cut += with_sticky(self.sticky)
         extra = "".join(f", {name} {value:.4g}" for name, value in self.metrics.items())
         return (
             f"{self.checkpoint}: mean return {figures['mean']:.2f} "
@@ -132,7 +134,7 @@ class Run:
         envs = make(environment, min(episodes, WIDEST), derive(seed, "worlds"), evaluation=True, limit=limit)
         ended: list[Episode] = []
         try:
-            for ended in play(self.experiment.algorithm, policy.follower, envs, episodes):
+            for ended in play(self.experiment.algorithm, policy.follower, envs, episodes, pulls=policy.pulls):
                 progress(len(ended))
         finally:
             envs.close()
@@ -141,7 +143,15 @@ class Run:
         path = self.directory / "plots" / f"returns_{policy.path.name}.png"
         picture = Picture(distribution(result["scores"], path, name))
         statistics = describe(result["scores"])
-        return Score(result["scores"], statistics, result["metrics"], policy.path.name, picture, result["cut"])
+        return Score(
+            result["scores"],
+            statistics,
+            result["metrics"],
+            policy.path.name,
+            picture,
+            result["cut"],
+            environment.sticky,
+        )
 
     def play(
         self,
@@ -164,7 +174,8 @@ class Run:
         envs = self._filmed(seed)
         try:
             with Video(path, envs.fps) as film:
-                for frames, _ in enumerate(play(self.experiment.algorithm, policy.follower, envs, episodes), 1):
+                playing = play(self.experiment.algorithm, policy.follower, envs, episodes, pulls=policy.pulls)
+                for frames, _ in enumerate(playing, 1):
                     film.add(envs.render())
                     progress(frames)
                     if frames >= seconds * envs.fps:
@@ -186,8 +197,8 @@ class Run:
         seed_everything(derive(seed, "play"))
         envs = self._filmed(seed)
         try:
-            with EpisodeWriter(Path(folder), envs.fps, algorithm, policy.follower.net) as writer:
-                for ended in play(algorithm, policy.follower, envs, episodes, writer.chosen):
+            with EpisodeWriter(Path(folder), envs, algorithm, policy.follower.net) as writer:
+                for ended in play(algorithm, policy.follower, envs, episodes, writer.chosen, policy.pulls):
                     writer.show(envs.render(), ended)
         finally:
             envs.close()
@@ -243,6 +254,11 @@ def part(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
+def with_sticky(sticky: float | None) -> str:
+    """What belongs to every score of an Atari game: Gymnasium's `-v5` has sticky actions of 0.25, older ids of 0."""
+    return "" if sticky is None else f" (sticky actions {sticky:g})"
+
+
 def headline(run: Path, summary: Mapping[str, Any]) -> str:
     """The outcome of a run in one line."""
     best = "none" if summary["best_evaluation"] is None else console.number(summary["best_evaluation"])
@@ -254,7 +270,7 @@ def headline(run: Path, summary: Mapping[str, Any]) -> str:
     more = f" ({requested:,} requested, rounded up to whole batches)" if summary["steps"] > requested else ""
     return (
         f"{outcome}: {summary['steps']:,} steps{more} in {console.duration(summary['seconds'])}, "
-        f"best evaluation {best}, results in {run}"
+        f"best evaluation {best}{with_sticky(summary.get('sticky'))}, results in {run}"
     )
 
 

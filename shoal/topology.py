@@ -124,7 +124,7 @@ def players(experiment: Experiment) -> list[str]:
 def serve_store(experiment: Experiment, engine: Engine, name: str = "store") -> Store:
     """A queue where every item is used once, a replay where it is drawn again."""
     spec = envs.spec_of(experiment.environment)
-    choices = spec.action.size if spec.action.discrete else 0
+    choices = [*spec.action.choices]
     size, lockstep = experiment.batch_size, experiment.lockstep
     store: Store
     if experiment.replay is None:

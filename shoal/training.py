@@ -201,6 +201,7 @@ def summarise(
     target = experiment.evaluation.target
     return {
         "environment": experiment.environment.id,
+        "sticky": experiment.environment.sticky,
         "algorithm": experiment.algorithm_name,
         "engine": experiment.engine,
         "steps": counts["steps"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -240,6 +240,83 @@ class Lone(Inline):
     share = Launcher.share  # type: ignore[assignment]
 
 
+class Named(gymnasium.Env):  # type: ignore[type-arg]
+    """Do what is shown, in several actions at once: 1 for each that is right, less by its distance for a number."""
+
+    SPACES: ClassVar = {
+        "several": spaces.MultiDiscrete([3, 4], start=[5, 0]),
+        "bits": spaces.MultiBinary(3),
+        "hybrid": spaces.Dict({"kind": spaces.Discrete(3, start=1), "force": spaces.Box(-2.0, 2.0, (2,))}),
+        "pair": spaces.Tuple([spaces.Discrete(2), spaces.MultiBinary(2)]),
+    }
+
+    def __init__(self, kind: str, length: int = 10) -> None:
+        self.action_space = self.SPACES[kind]
+        self.observation_space = self.action_space
+        self.length = length
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        if seed is not None:
+            self.observation_space.seed(seed)
+        self.count = 0
+        self.shown = self.observation_space.sample()
+        return self.shown, {}
+
+    def step(self, action: Any) -> Any:
+        assert self.action_space.contains(action), action
+        reward = self._judge(self.action_space, action, self.shown)
+        self.count += 1
+        self.shown = self.observation_space.sample()
+        return self.shown, reward, self.count == self.length, False, {}
+
+    def _judge(self, space: Any, action: Any, shown: Any) -> float:
+        if isinstance(space, spaces.Dict):
+            return sum(self._judge(space[key], action[key], shown[key]) for key in space)
+        if isinstance(space, spaces.Tuple):
+            return sum(map(self._judge, space, action, shown))
+        if isinstance(space, spaces.Box):
+            return 1.0 - float(np.abs(action - shown).mean())
+        return float(np.mean(np.asarray(action) == np.asarray(shown)))
+
+
+class Allowing(gymnasium.Env):  # type: ignore[type-arg]
+    """Take the highest of the numbers shown that is allowed; others break the rules, and are counted."""
+
+    broken = 0
+
+    def __init__(self, where: str = "observation", actions: int = 6, length: int = 10) -> None:
+        numbers = spaces.Box(0.0, 1.0, (actions,), np.float32)
+        masks = {"numbers": numbers, "action_mask": spaces.MultiBinary(actions)}
+        self.observation_space = spaces.Dict(masks) if where == "observation" else numbers
+        self.action_space = spaces.Discrete(actions)
+        self.where, self.actions, self.length = where, actions, length
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.count = 0
+        return self._show()
+
+    def step(self, action: Any) -> Any:
+        if not self.mask[action]:
+            type(self).broken += 1
+        reward = float(self.numbers[action]) * bool(self.mask[action])
+        self.count += 1
+        seen, info = self._show()
+        return seen, reward, self.count == self.length, False, info
+
+    def _show(self) -> Any:
+        self.numbers = self.np_random.random(self.actions, dtype=np.float32)
+        self.mask = np.zeros(self.actions, np.int8)
+        if getattr(self, "count", 0) < self.length:  # after the end nothing is allowed
+            self.mask[self.np_random.choice(self.actions, 3, replace=False)] = 1
+        if self.where == "observation":
+            return {"numbers": self.numbers, "action_mask": self.mask}, {}
+        return self.numbers, {"allowed": self.mask}
+
+
+gymnasium.register("Named-v0", entry_point=Named)
+gymnasium.register("Allowing-v0", entry_point=Allowing)
 gymnasium.register("Faulty-v0", entry_point=Faulty)
 gymnasium.register("Endless-v0", entry_point=Endless)
 gymnasium.register("Hanging-v0", entry_point=Hanging)

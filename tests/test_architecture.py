@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
         "transport",
         "workers",
     },
-    "bench": {"", "core", "engines", "envs", "services", "transport", "workers"},
+    "bench": {"", "core", "display", "engines", "envs", "services", "transport", "workers"},
 }
 # What a part may name as a type besides, under `if TYPE_CHECKING`: the settings that workers read, and the services
 # behind the stand-ins that they call.

@@ -15,6 +15,7 @@ from shoal.bench import BENCHMARKS, engines, measuring, scale, soak
 from shoal.bench.tables import show
 from shoal.cli.main import main
 from shoal.core.errors import ShoalError
+from tests.pace import seconds
 
 ROOT = Path(__file__).parents[1]
 LONG = pytest.mark.long
@@ -118,3 +119,33 @@ def test_the_commands_print_a_table(
     assert not ended.value.code
     (row,) = map(json.loads, capsys.readouterr().out.splitlines())
     assert row.get("engine") == "inline" or row["actors"] == 1
+
+
+def test_learning_is_held_to_published_scores(command: Any, tmp_path: Path) -> None:
+    words = ("bench", "learn", "cartpole-ppo", "--seeds", "1", "--episodes", "3", "--json")
+    process = command(*words, "--change", "steps=600", "--change", "evaluation.every=300")
+    told, problems = process.communicate(timeout=seconds(120))
+    assert process.returncode == 0, problems
+    rows = {row["seed"]: row for row in map(json.loads, told.splitlines())}
+    assert {*rows} == {0}
+    assert all(row["steps"] >= 600 and 8 < row["score"] < 501 for row in rows.values())
+    log = tmp_path / "learn" / "cartpole-ppo" / "seed-0.log"
+    trained = log.read_text()
+    process = command(*words, "--page", "docs/results.md")  # nothing is left to be done but the page
+    again, problems = process.communicate(timeout=seconds(120))
+    assert process.returncode == 0, problems
+    assert {row["seed"]: row for row in map(json.loads, again.splitlines())} == rows
+    assert log.read_text() == trained
+    page = (tmp_path / "docs" / "results.md").read_text()
+    assert "| `cartpole-ppo` | **" in page
+    assert "| `pong-ppo` | not run |" in page
+    assert "![Evaluation returns of cartpole-ppo](pictures/learn_cartpole-ppo.png)" in page
+    assert (tmp_path / "docs" / "pictures" / "learn_cartpole-ppo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_unknown_task_is_refused_with_the_nearest(command: Any) -> None:
+    process = command("bench", "learn", "pong-pp")
+    _, told = process.communicate(timeout=seconds(60))
+    assert process.returncode == 2
+    assert "unknown task 'pong-pp'" in told
+    assert "did you mean 'pong-ppo'?" in told

@@ -17,14 +17,14 @@ HERE = [name for name in ENGINES if name != "cluster"]
 NAMES = [*HERE, *(f"cluster/{link}" for link in LINKS)]
 SMALL = {"hidden": [16], "activation": "relu"}
 KEPT = {"capacity": 300, "minimum": 40, "samples_per_insert": 4, "alpha": 0.6, "chunk": 4}
-SEQUENCES = {"unroll": 6, "burn_in": 2, "overlap": 4, "n": 2, "batch": 4, "target_every": 10, "head": 8}
+SEQUENCES = {"unroll": 6, "burn_in": 2, "overlap": 4, "batch": 4, "target_every": 10, "head": 8}
 LOCKSTEP: dict[str, Any] = {
     "impala": {"batch": 4, "unroll": 10, "network": {**SMALL, "lstm": 8}},
     "ppo": {"unroll": 16, "network": {**SMALL, "normalise_observation": True, "normalise_reward": True}},
     "a3c": {"network": {**SMALL, "normalise_observation": True}},
     "dqn": {"batch": 8, "n": 2, "target_every": 20, "replay": KEPT, "network": SMALL},
     "apex_dqn": {"batch": 8, "target_every": 20, "replay": KEPT, "network": SMALL},
-    "r2d2": {**SEQUENCES, "replay": {**KEPT, "minimum": 10, "chunk": 2}, "network": {**SMALL, "lstm": 8}},
+    "r2d2": {**SEQUENCES, "n": 2, "replay": {**KEPT, "minimum": 10, "chunk": 2}, "network": {**SMALL, "lstm": 8}},
     "ngu": {
         **SEQUENCES,
         "arms": 4,

@@ -170,7 +170,7 @@ MISTAKES = {
     ),
     "unknown key of a schedule": (
         ["algorithm.lr.ends=5"],
-        r"^algorithm\.lr\.ends: unknown setting; allowed: start, end, shape, power; did you mean 'end'\?$",
+        r"^algorithm\.lr\.ends: unknown setting; allowed: start, end, shape, power, until, warmup; did you mean 'end'",
     ),
     "wrong type": (["steps=many"], r"^steps: .*valid integer.*, got 'many'$"),
     "wrong type, nested": (["evaluation.episodes=[1]"], r"^evaluation\.episodes: .*valid integer, got \[1\]$"),

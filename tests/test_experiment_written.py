@@ -215,3 +215,13 @@ def test_a_mistake_ends_a_real_process_without_a_traceback(tmp_path):
     assert done.stderr.startswith("error: algorithm.entropy_costt: unknown setting; allowed: lr, ")
     assert done.stderr.endswith("did you mean 'entropy_cost'?\n")
     assert done.stdout == ""
+
+
+def test_a_number_in_place_of_a_default_that_changes_is_pointed_out():
+    lines = as_yaml(load(SMALL | {"algorithm": {"name": "impala", "lr": 1e-3, "entropy_cost": 0.02}})).splitlines()
+    (lr,) = [line for line in lines if line.strip().startswith("lr:")]
+    assert lr.endswith("lr: 0.001  # Learning rate. Constant here; the default goes from 0.0006 to 0.")
+    (entropy,) = [line for line in lines if line.strip().startswith("entropy_cost:")]
+    assert entropy.endswith("# Weight of the entropy bonus.")
+    (lr,) = [line for line in as_yaml(load(SMALL | {"algorithm": {"name": "impala"}})).splitlines() if " lr:" in line]
+    assert lr.endswith("# Learning rate.")

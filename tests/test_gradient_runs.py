@@ -90,9 +90,9 @@ def test_all_workers_step_one_optimizer(engine: str, rule: str, tmp_path: Path) 
     assert saved["state"]["steps"] >= 4_000
     # Without a lock, two workers that count at once may count one; a step of another worker may be half done.
     steps = [array for name, array in saved["optimizer"].items() if name.endswith(".step")]
-    np.testing.assert_allclose(steps, updates, rtol=0.05, atol=3)
+    np.testing.assert_allclose(steps, len(steps) * [updates], rtol=0.05, atol=3)
     assert max(block["updates"]) < 0.9 * updates  # so it was not one worker alone that counted
-    moments = [array for name, array in saved["optimizer"].items() if "avg" in name]
+    moments = [array for name, array in saved["optimizer"].items() if not name.endswith(".step")]
     assert moments
     assert all(array.any() for array in moments)
 

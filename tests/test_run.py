@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shoal.run import summary_text
+import pytest
+
+from shoal.run import Score, headline, summary_text
 
 COUNTS = dict.fromkeys(("steps", "updates", "episodes", "faults", "seconds", "steps_per_s"), 10)
 ABOUT = {"algorithm": "a3c", "environment": "CartPole-v1", "engine": "cluster", "solved": None, "evaluations": []}
@@ -47,3 +49,11 @@ def test_steps_beyond_those_requested_are_explained() -> None:
     assert "requested" not in summary_text(
         Path("run"), {**summary(learner=worker), "steps": 6000, "steps_requested": 6000}
     )
+
+
+@pytest.mark.parametrize(("sticky", "said"), [(None, "475.0, results"), (0.25, "475.0 (sticky actions 0.25), results")])
+def test_a_score_of_a_game_says_whether_actions_stick(sticky: float | None, said: str, tmp_path: Path) -> None:
+    facts = {"steps": 1, "seconds": 1.0, "best_evaluation": 475.0, "solved": None, "stopped_by": "steps"}
+    assert said in headline(tmp_path, {**facts, "sticky": sticky})
+    figures = dict.fromkeys(("mean", "low", "high", "median", "min", "max"), 1.0)
+    assert ("sticky actions" in str(Score([1.0], figures, {}, "best", sticky=sticky))) == (sticky is not None)

@@ -15,7 +15,8 @@ from shoal.losses.masking import masked_mean, time_mean
 from shoal.losses.policy import policy_gradient
 from shoal.losses.returns import vtrace
 from shoal.losses.value import explained_variance, squared_error
-from shoal.nets.actor_critic import ActorCritic, ActorCriticArchitecture, initial_core, raw_action
+from shoal.nets.actor_critic import ActorCritic, ActorCriticArchitecture, raw_action, remembered
+from shoal.nets.optimizers import make_optimizer
 
 
 class A3c(Settings):
@@ -31,6 +32,7 @@ class A3c(Settings):
     lr: Schedule = Field(Schedule(start=7e-4, end=0.0), description="Learning rate.")
     unroll: int = Field(5, ge=1, description="Actions per sequence, t_max of the paper.")
     gamma: float = Field(0.99, ge=0, le=1, description="Discount per step.")
+    lambda_: float = Field(1.0, ge=0, le=1, description="Decay of the trace; 1: n-step returns.")
     # Of half the squared error. The paper's algorithm S3 has the whole square, for a network of its own.
     value_cost: float = Field(1.0, ge=0, description="Weight of the value loss.")
     entropy_cost: Schedule = Field(Schedule(start=0.01, shape="constant"), description="Weight of the entropy bonus.")
@@ -39,7 +41,7 @@ class A3c(Settings):
     rule: Literal["rmsprop", "adam"] = Field(
         "rmsprop", description="Optimizer, with statistics that all workers share."
     )
-    optimizer_epsilon: float = Field(1e-5, gt=0, description="Added to the optimizer's denominator.")
+    optimizer_epsilon: float = Field(1e-5, gt=0, description="Added inside RMSProp's root, or to Adam's denominator.")
     decay: float = Field(0.99, ge=0, lt=1, description="Decay of RMSProp's mean square.")
     replay: Replaying | None = Field(None, description="A replay of sequences that all workers share; null: none.")
     # arXiv:1611.01224, section 5: 4 was best of those tried on Atari.
@@ -48,6 +50,9 @@ class A3c(Settings):
     c_bar: float = Field(1.0, ge=0, description="Bound of the trace's ratio: how fast it is learnt.")
     distribution: Literal["clipped", "squashed"] = Field(
         "clipped", description="How a Gaussian keeps to the bounds of continuous actions."
+    )
+    evaluation_policy: Literal["mode", "sample"] = Field(
+        "mode", description="Whether evaluations take the policy's mode, or draw from it as actors do."
     )
     network: ActorCriticArchitecture = Field(ActorCriticArchitecture(), description="The network.")
 
@@ -66,25 +71,28 @@ class A3c(Settings):
     @property
     def experience(self) -> Sequence:
         """Sequences that run on across episodes, with the recurrent state before the first step."""
-        return Sequence(self.unroll, initial=("core",) if self.network.lstm else ())
+        return Sequence(self.unroll, initial=remembered(self.network))
+
+    @property
+    def sees_reward(self) -> bool:
+        """Whether the network sees the reward of the last action."""
+        return self.network.previous
 
     def build(self, spec: Spec) -> ActorCritic:
         """Make the network."""
         return ActorCritic(self.network, spec, self.gamma, self.distribution)
 
     def optimizer(self, net: ActorCritic) -> Optimizer:
-        """Make the optimizer; all parameters at once is faster than one by one."""
-        if self.rule == "adam":
-            return torch.optim.Adam(net.parameters(), self.lr.now, eps=self.optimizer_epsilon, foreach=True)
-        return torch.optim.RMSprop(net.parameters(), self.lr.now, self.decay, self.optimizer_epsilon, foreach=True)
+        """Make the optimizer."""
+        return make_optimizer(self.rule, net, self.lr.now, self.optimizer_epsilon, self.decay)
 
     def begin(self, net: ActorCritic, size: int) -> dict[str, Tensor]:
         """Return the first carry."""
         return net.begin(size)
 
     def act(self, net: ActorCritic, step: Step, carry: dict[str, Tensor], rank: Tensor | None) -> Act:
-        """Draw from the policy; without a rank take its mode."""
-        return net.act(step, carry, greedy=rank is None)
+        """Draw from the policy; an evaluation may take its mode."""
+        return net.act(step, carry, greedy=rank is None and self.evaluation_policy == "mode")
 
     def prepare(self, net: ActorCritic, batch: Batch) -> Batch:
         """Update running statistics."""
@@ -94,12 +102,12 @@ class A3c(Settings):
     def loss(self, net: ActorCritic, target: object, batch: Batch) -> Loss:
         """Return policy gradient, squared value error and entropy bonus of section 4; no target net."""
         head, mask, raw = net.head, batch.mask, raw_action(batch)
-        policy, value, _ = net(batch.observation, batch.first, initial_core(batch))
+        policy, value, _ = net.unroll(batch)
         policy, value_now = policy[:-1], value[:-1]
         log_prob = head.log_prob(policy, raw)
         log_rho = log_prob.detach() - head.log_prob(batch.record["policy"], raw)
         discount, reward = self.gamma * batch.discount, net.scaled(batch.reward)
-        returns, advantage = vtrace(log_rho, discount, reward, value, mask, self.rho_bar, self.c_bar)
+        returns, advantage = vtrace(log_rho, discount, reward, value, mask, self.rho_bar, self.c_bar, self.lambda_)
         policy_loss = policy_gradient(log_prob, advantage)
         value_loss = squared_error(value_now, returns)
         entropy = head.entropy(policy)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.core.settings import Replaying, Schedule, Settings
 from shoal.core.types import Act, Batch, Loss, NStep, Spec, Step
-from shoal.nets.q_network import QNetwork, epsilon_greedy, ladder, q_loss
+from shoal.nets.optimizers import make_optimizer
+from shoal.nets.q_network import QNetwork, epsilon_greedy, ladder, q_loss, without_memory
 from shoal.nets.torsos import Architecture
 
 
@@ -26,6 +26,7 @@ class ApexDqn(Settings):
     dueling: bool = Field(True, description="Whether value and advantage are separate streams.")
     # 200 quantiles and κ = 1 for Atari: arXiv:1710.10044, section 5.
     quantiles: int = Field(1, ge=1, description="Quantiles of each return's distribution; 1: its mean only.")
+    kappa: float = Field(1.0, gt=0, description="Error beyond which the Huber loss is linear.")
     epsilon: float = Field(0.4, gt=0, le=1, description="Chance of a random action of the boldest environment.")
     epsilon_spread: float = Field(7.0, ge=0, description="Exponent by which the chance falls from first to last.")
     evaluation_epsilon: float = Field(0.0, ge=0, le=1, description="Chance of a random action in evaluations.")
@@ -47,9 +48,14 @@ class ApexDqn(Settings):
     clip_norm: float | None = Field(40.0, gt=0, description="Largest gradient norm; null: unlimited.")
     rule: Literal["rmsprop", "adam"] = Field("rmsprop", description="Optimizer; the paper's is centred RMSProp.")
     decay: float = Field(0.95, ge=0, lt=1, description="Decay of RMSProp's mean square.")
-    optimizer_epsilon: float = Field(1.5e-7, gt=0, description="Added to the optimizer's denominator.")
+    optimizer_epsilon: float = Field(1.5e-7, gt=0, description="Added inside RMSProp's root, or to Adam's denominator.")
     head: int = Field(512, ge=0, description="Units between the torso and each stream of values; 0: none.")
     network: Architecture = Field(Architecture(activation="relu"), description="The network.")
+
+    @field_validator("network")
+    @classmethod
+    def _no_memory(cls, network: Architecture) -> Architecture:
+        return without_memory(network, "apex_dqn")
 
     capturable: ClassVar[bool] = True  # its loss depends on no schedule and on no look at the data
 
@@ -64,11 +70,7 @@ class ApexDqn(Settings):
 
     def optimizer(self, net: QNetwork) -> Optimizer:
         """Make the optimizer."""
-        if self.rule == "adam":
-            return torch.optim.Adam(net.parameters(), self.lr.now, eps=self.optimizer_epsilon, fused=True)
-        return torch.optim.RMSprop(
-            net.parameters(), self.lr.now, self.decay, self.optimizer_epsilon, centered=True, foreach=True
-        )
+        return make_optimizer(self.rule, net, self.lr.now, self.optimizer_epsilon, self.decay, centered=True)
 
     def begin(self, net: QNetwork, size: int) -> dict[str, Tensor]:
         """Nothing is carried."""
@@ -90,4 +92,4 @@ class ApexDqn(Settings):
 
     def loss(self, net: QNetwork, target: QNetwork, batch: Batch) -> Loss:
         """Return the loss of section 3: half the squared (here: Huber) n-step double Q error, or its quantiles'."""
-        return q_loss(net, target, batch, self.gamma, self.double)
+        return q_loss(net, target, batch, self.gamma, self.double, self.kappa)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-import torch
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.core.settings import Replaying, Schedule, Settings
 from shoal.core.types import Act, Batch, Loss, NStep, Spec, Step
-from shoal.nets.q_network import QNetwork, epsilon_greedy, q_loss
+from shoal.nets.optimizers import make_optimizer
+from shoal.nets.q_network import QNetwork, epsilon_greedy, q_loss, without_memory
 from shoal.nets.torsos import Architecture
 
 
@@ -27,7 +27,18 @@ class Dqn(Settings):
     dueling: bool = Field(False, description="Whether value and advantage are separate streams.")
     # 200 quantiles and κ = 1 for Atari: arXiv:1710.10044, section 5.
     quantiles: int = Field(1, ge=1, description="Quantiles of each return's distribution; 1: its mean only.")
-    epsilon: Schedule = Field(Schedule(start=1.0, end=0.05), description="Chance of a random action while training.")
+    kappa: float = Field(1.0, gt=0, description="Error beyond which the Huber loss is linear.")
+    # 51 atoms between -10 and 10 for Atari: arXiv:1707.06887, section 5.
+    atoms: int | None = Field(
+        None, ge=2, description="Atoms of each return's distribution (C51), instead of quantiles; null: none."
+    )
+    support: tuple[float, float] = Field((-10.0, 10.0), description="The lowest and the highest atom.")
+    noisy: bool = Field(False, description="Whether noise in the head's weights explores; set epsilon to 0 with it.")
+    munchausen: bool = Field(False, description="Whether the logarithm of the policy is added to rewards; n must be 1.")
+    # Over the first tenth of the run, as Stable-Baselines3 has it; the paper's tenth is of a run of 10 million frames.
+    epsilon: Schedule = Field(
+        Schedule(start=1.0, end=0.05, until=0.1), description="Chance of a random action while training."
+    )
     evaluation_epsilon: float = Field(0.0, ge=0, le=1, description="Chance of a random action in evaluations.")
     target_every: int = Field(1_000, ge=1, description="Updates between copies to the target network.")
     replay: Replaying = Field(
@@ -41,6 +52,23 @@ class Dqn(Settings):
     head: int = Field(0, ge=0, description="Units between the torso and each stream of values; 0: none.")
     network: Architecture = Field(Architecture(activation="relu"), description="The network.")
 
+    @field_validator("network")
+    @classmethod
+    def _no_memory(cls, network: Architecture) -> Architecture:
+        return without_memory(network, "dqn")
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        if self.atoms and (self.quantiles > 1 or self.munchausen):
+            raise ValueError(
+                "atoms: a return has either atoms or quantiles, and munchausen needs a value without atoms"
+            )
+        if self.munchausen and self.n > 1:
+            raise ValueError(f"munchausen is defined for one step: set n to 1, not {self.n}")
+        if self.support[0] >= self.support[1]:
+            raise ValueError(f"support {[*self.support]}: the lowest atom must lie below the highest")
+        return self
+
     capturable: ClassVar[bool] = True  # its loss depends on no schedule and on no look at the data
 
     @property
@@ -50,11 +78,19 @@ class Dqn(Settings):
 
     def build(self, spec: Spec) -> QNetwork:
         """Make the network."""
-        return QNetwork(self.network, spec, self.dueling, self.quantiles, self.head)
+        return QNetwork(
+            self.network,
+            spec,
+            self.dueling,
+            self.atoms or self.quantiles,
+            self.head,
+            noisy=self.noisy,
+            support=self.support if self.atoms else None,
+        )
 
     def optimizer(self, net: QNetwork) -> Optimizer:
         """Make the optimizer."""
-        return torch.optim.Adam(net.parameters(), self.lr.now, eps=self.optimizer_epsilon, fused=True)
+        return make_optimizer("adam", net, self.lr.now, self.optimizer_epsilon)
 
     def begin(self, net: QNetwork, size: int) -> dict[str, Tensor]:
         """Nothing is carried."""
@@ -63,7 +99,7 @@ class Dqn(Settings):
     def act(self, net: QNetwork, step: Step, carry: Any, rank: Tensor | None) -> Act:
         """Take the best action, or with a chance of epsilon any."""
         epsilon = self.evaluation_epsilon if rank is None else self.epsilon.now
-        return Act(epsilon_greedy(net.values(step), epsilon), {}, carry)
+        return Act(epsilon_greedy(net.values(step, noise=rank is not None), epsilon), {}, carry)
 
     def values(self, net: QNetwork, step: Step, carry: Any) -> dict[str, Tensor]:
         """The action values, for recordings of episodes."""
@@ -76,4 +112,4 @@ class Dqn(Settings):
 
     def loss(self, net: QNetwork, target: QNetwork, batch: Batch) -> Loss:
         """Return the Huber loss of the n-step temporal difference, or of its quantiles."""
-        return q_loss(net, target, batch, self.gamma, self.double)
+        return q_loss(net, target, batch, self.gamma, self.double, self.kappa, self.munchausen)

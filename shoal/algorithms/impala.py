@@ -11,14 +11,15 @@ from torch.optim import Optimizer
 
 from shoal.core.settings import Schedule, Settings
 from shoal.core.types import Act, Batch, Loss, Sequence, Spec, Step
-from shoal.losses.masking import masked_mean, time_mean
+from shoal.losses.masking import masked_mean, standardise, time_mean
 from shoal.losses.policy import policy_gradient
 from shoal.losses.returns import vtrace
 from shoal.losses.value import explained_variance, squared_error
-from shoal.nets.actor_critic import ActorCritic, ActorCriticArchitecture, initial_core, raw_action
+from shoal.nets.actor_critic import ActorCritic, ActorCriticArchitecture, raw_action, remembered
+from shoal.nets.optimizers import make_optimizer
 
-# The paper sums its loss over 20 steps of 32 sequences. Here it is a mean, so what it compares with the size
-# of a gradient (the bound of its norm, RMSProp's epsilon) is divided by their number.
+# The paper sums its loss over 20 steps of 32 sequences. Here it is a mean, so what it compares with the size of a
+# gradient (the bound of its norm, the root of RMSProp's epsilon) is divided by their number.
 SUMMED = 20 * 32
 
 
@@ -38,7 +39,9 @@ class Impala(Settings):
     entropy_cost: Schedule = Field(Schedule(start=0.01, shape="constant"), description="Weight of the entropy bonus.")
     clip_norm: float | None = Field(40 / SUMMED, gt=0, description="Largest gradient norm; null: unlimited.")
     rule: Literal["rmsprop", "adam"] = Field("rmsprop", description="Optimizer.")
-    optimizer_epsilon: float = Field(0.01 / SUMMED, gt=0, description="Added to the optimizer's denominator.")
+    optimizer_epsilon: float = Field(
+        0.01 / SUMMED**2, gt=0, description="Added inside RMSProp's root, or to Adam's denominator."
+    )
     decay: float = Field(0.99, ge=0, lt=1, description="Decay of RMSProp's mean square.")
     momentum: float = Field(0.0, ge=0, lt=1, description="Momentum of RMSProp.")
     epochs: int = Field(1, ge=1, description="Passes over each batch.")
@@ -46,35 +49,42 @@ class Impala(Settings):
     max_lag: int | None = Field(
         None, ge=0, description="Most policy versions between acting and learning; null: unlimited."
     )
+    normalise_advantage: bool = Field(
+        False, description="Whether each batch's advantages are brought to mean 0 and variance 1."
+    )
     distribution: Literal["clipped", "squashed"] = Field(
         "clipped", description="How a Gaussian keeps to the bounds of continuous actions."
+    )
+    evaluation_policy: Literal["mode", "sample"] = Field(
+        "mode", description="Whether evaluations take the policy's mode, or draw from it as actors do."
     )
     network: ActorCriticArchitecture = Field(ActorCriticArchitecture(), description="The network.")
 
     @property
     def experience(self) -> Sequence:
         """Sequences that run on across episodes, with the recurrent state before the first step."""
-        return Sequence(self.unroll, initial=("core",) if self.network.lstm else ())
+        return Sequence(self.unroll, initial=remembered(self.network))
+
+    @property
+    def sees_reward(self) -> bool:
+        """Whether the network sees the reward of the last action."""
+        return self.network.previous
 
     def build(self, spec: Spec) -> ActorCritic:
         """Make the network."""
         return ActorCritic(self.network, spec, self.gamma, self.distribution)
 
     def optimizer(self, net: ActorCritic) -> Optimizer:
-        """Make the optimizer; all parameters at once is faster than one by one."""
-        if self.rule == "adam":
-            return torch.optim.Adam(net.parameters(), self.lr.now, eps=self.optimizer_epsilon, foreach=True)
-        return torch.optim.RMSprop(
-            net.parameters(), self.lr.now, self.decay, self.optimizer_epsilon, momentum=self.momentum, foreach=True
-        )
+        """Make the optimizer."""
+        return make_optimizer(self.rule, net, self.lr.now, self.optimizer_epsilon, self.decay, self.momentum)
 
     def begin(self, net: ActorCritic, size: int) -> dict[str, Tensor]:
         """Return the first carry."""
         return net.begin(size)
 
     def act(self, net: ActorCritic, step: Step, carry: dict[str, Tensor], rank: Tensor | None) -> Act:
-        """Draw from the policy; without a rank take its mode."""
-        return net.act(step, carry, greedy=rank is None)
+        """Draw from the policy; an evaluation may take its mode."""
+        return net.act(step, carry, greedy=rank is None and self.evaluation_policy == "mode")
 
     def prepare(self, net: ActorCritic, batch: Batch) -> Batch:
         """Update running statistics."""
@@ -84,7 +94,7 @@ class Impala(Settings):
     def loss(self, net: ActorCritic, target: object, batch: Batch) -> Loss:
         """Return the loss of §4.2: policy gradient, squared value error, entropy bonus; no target net."""
         head, mask, raw = net.head, batch.mask, raw_action(batch)
-        policy, value, _ = net(batch.observation, batch.first, initial_core(batch))
+        policy, value, _ = net.unroll(batch)
         behaviour, policy, value_now = batch.record["policy"], policy[:-1], value[:-1]
         log_prob = head.log_prob(policy, raw)
         log_rho = log_prob.detach() - head.log_prob(behaviour, raw)
@@ -98,6 +108,8 @@ class Impala(Settings):
             self.c_bar,
             self.lambda_,
         )
+        if self.normalise_advantage:
+            advantage = standardise(advantage, mask)
         policy_loss = policy_gradient(log_prob, advantage)
         value_loss = squared_error(value_now, vs)
         entropy = head.entropy(policy)

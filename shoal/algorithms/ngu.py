@@ -6,7 +6,8 @@ Intrinsic and extrinsic values are separate networks and a meta-controller picks
 
 from __future__ import annotations
 
-from typing import Any, Self
+from collections.abc import Sequence as Sequence_
+from typing import Any, ClassVar, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -19,8 +20,9 @@ from shoal.core.tree import map_tree
 from shoal.core.types import Act, Batch, Loss, Sequence, Spec, Step
 from shoal.losses.masking import masked_mean, time_mean
 from shoal.losses.novelty import NEIGHBOURS, betas, episodic_novelty, gammas, nearest_distances
-from shoal.losses.q_values import mixed_priority, n_step_targets, pick, rescale, unscale
+from shoal.losses.q_values import mixed_priority, pick, rescale, retrace_targets, unscale
 from shoal.nets.novelty import Novelty
+from shoal.nets.optimizers import make_optimizer
 from shoal.nets.q_network import (
     QNetwork,
     all_previous,
@@ -35,6 +37,9 @@ from shoal.nets.q_network import (
 from shoal.nets.torsos import Architecture
 
 PARTS = ("extrinsic", "intrinsic")
+# The paper sums a sequence's loss over its 80 steps. Here it is a mean, so what it compares with the size of a gradient
+# (the bound of its norm, Adam's epsilon) is divided by their number.
+SUMMED = 80
 
 
 class NguNetwork(nn.Module):
@@ -69,7 +74,7 @@ class Ngu(Settings):
     bonus: float = Field(1.0, ge=0, description="Weight of the bandit's uncertainty.")
     memory: int = Field(30_000, ge=1, description="States of an episode that are remembered; the oldest give way.")
     embedding: int = Field(32, ge=1, description="Numbers to which a state is embedded.")
-    n: int = Field(5, ge=1, description="Steps of each return before its bootstrap.")
+    lambda_: float = Field(0.95, ge=0, le=1, description="Decay of Retrace's traces.")
     unroll: int = Field(80, ge=1, description="Steps of a sequence that are learned from.")
     burn_in: int = Field(40, ge=0, description="Steps before them that only warm the memory up.")
     # Sequences begin every 40 steps: half of the 80 are shared, and the burn-in before them.
@@ -86,12 +91,14 @@ class Ngu(Settings):
     actor_priorities: bool = Field(
         True, description="Whether actors compute the priority of new items; else it is the highest so far."
     )
-    clip_norm: float | None = Field(40.0, gt=0, description="Largest gradient norm; null: unlimited.")
-    optimizer_epsilon: float = Field(1e-4, gt=0, description="Added to Adam's denominator.")
+    clip_norm: float | None = Field(40 / SUMMED, gt=0, description="Largest gradient norm; null: unlimited.")
+    optimizer_epsilon: float = Field(1e-4 / SUMMED, gt=0, description="Added to Adam's denominator.")
     head: int = Field(512, ge=0, description="Units between the memory and each stream of values; 0: none.")
     network: Architecture = Field(
         Architecture(activation="relu", lstm=512), description="The network; it needs an lstm."
     )
+
+    sees_reward: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _overlaps(self) -> Self:
@@ -110,8 +117,7 @@ class Ngu(Settings):
 
     def optimizer(self, net: NguNetwork) -> Optimizer:
         """Make the optimizer; the parts share no parameter, so one serves them all."""
-        learned = [parameter for parameter in net.parameters() if parameter.requires_grad]
-        return torch.optim.Adam(learned, self.lr.now, eps=self.optimizer_epsilon, fused=True)
+        return make_optimizer("adam", net, self.lr.now, self.optimizer_epsilon)
 
     def begin(self, net: NguNetwork, size: int) -> dict[str, Any]:
         """LSTM states, bandits and the score of this episode so far."""
@@ -132,7 +138,7 @@ class Ngu(Settings):
         }
 
     def act(self, net: NguNetwork, step: Step, carry: dict[str, Any], rank: Tensor | None) -> Act:
-        """Take the best action under the arm's mix of values; an evaluation plays the arm that only exploits."""
+        """Take the best action under the arm's mix of values."""
         carry = dict(carry)
         if rank is not None:
             self._episodes(step, carry)
@@ -152,6 +158,13 @@ class Ngu(Settings):
         if rank is None:  # for recordings of episodes
             record |= {"q_extrinsic": values["extrinsic"], "q_intrinsic": values["intrinsic"]}
         return Act(carry["action"], record, carry)
+
+    def informed(self, carry: dict[str, Any], pulls: Sequence_[list[float]]) -> dict[str, Any]:
+        """Return a first carry that knows earlier pulls; an evaluation plays the arm that earned most."""
+        for bandit in carry["bandits"]:
+            for arm, score in pulls:
+                bandit.reward(int(arm) % self.arms, score)
+        return carry | {"arm": torch.full_like(carry["arm"], carry["bandits"][0].best())}
 
     def choices(self, carry: dict[str, Any]) -> list[list[float]]:
         """Return the bandits' pulls since the last call: the arm, and the score of its episode."""
@@ -209,15 +222,16 @@ class Ngu(Settings):
         return batch
 
     def loss(self, net: NguNetwork, target: NguNetwork, batch: Batch) -> Loss:
-        """Return n-step double Q errors of both values on the scale of h, inverse dynamics and distillation."""
+        """Return Retrace's double Q errors of both values on the scale of h, inverse dynamics and distillation."""
         arm = batch.record["arm"][0]
         novelty = batch.record["novelty"]  # of the state at which the action was chosen
         asked = self._asked(torch.cat([novelty, torch.zeros_like(novelty[:1])]), arm.expand(len(batch.first), -1))
         extra = torch.cat([all_previous(batch, net.actions), asked], -1)
-        # What an action led to is new or not; the last step's is not known here but in the next sequence.
+        # How new the last observation is, is not known here but in the next sequence: neither what led to it nor its
+        # own values, which depend on it, can be learned from.
         rewards = {"extrinsic": batch.reward, "intrinsic": torch.cat([novelty[1:], torch.zeros_like(novelty[:1])])}
         mask = trained(batch, self.burn_in)
-        masks = {"extrinsic": mask, "intrinsic": torch.cat([mask[:-1], torch.zeros_like(mask[:1])])}
+        mask = torch.cat([mask[:-1], torch.zeros_like(mask[:1])])
         cores = {part: batch.record[f"core_{part}"][0] for part in PARTS}
         values = {part: unroll(net.q(part), batch, cores[part], extra, self.burn_in)[..., 0] for part in PARTS}
         with torch.no_grad():
@@ -225,20 +239,21 @@ class Ngu(Settings):
             best = self._mix(values["extrinsic"], values["intrinsic"], arm.view(1, -1, 1)).argmax(-1)
             discount = gammas(self.arms, self.gamma, self.gamma_last).to(arm.device)[arm] * batch.discount
             ends = lasts(batch)
+            ends[-2:] = True
+            # The target policy is the greedy one, so an action that is not its choice cuts the trace.
+            ratio = (best[:-1] == batch.action).float()
         each, priority, metrics = [], torch.zeros_like(mask), {}
         weights = {"extrinsic": torch.ones_like(mask[0]), "intrinsic": betas(self.arms, self.beta).to(arm.device)[arm]}
-        early = ends.clone()  # the novelty that the last step leads to is not known: bootstrap before it
-        early[-2:] = True
         for part in PARTS:
             with torch.no_grad():
                 future = unscale(pick(goals[part].unsqueeze(-1), best)[..., 0])
-                stop = early if part == "intrinsic" else ends
-                goal = rescale(n_step_targets(rewards[part], discount, future, stop, self.n))
+                taken = unscale(pick(goals[part][:-1].unsqueeze(-1), batch.action)[..., 0])
+                goal = rescale(retrace_targets(rewards[part], discount, taken, future, ratio, ends, self.lambda_))
             error = goal - pick(values[part][:-1].unsqueeze(-1), batch.action)[..., 0]
-            each.append(time_mean(0.5 * error.square(), masks[part]))
-            priority = priority + weights[part] * error.detach().abs() * masks[part]
-            metrics[f"{part}_loss"] = masked_mean(0.5 * error.square(), masks[part])
-            metrics[f"{part}_q"] = masked_mean(values[part][:-1].amax(-1), masks[part])
+            each.append(time_mean(0.5 * error.square(), mask))
+            priority = priority + weights[part] * error.detach().abs() * mask
+            metrics[f"{part}_loss"] = masked_mean(0.5 * error.square(), mask)
+            metrics[f"{part}_q"] = masked_mean(values[part][:-1].amax(-1), mask)
         inverse, distillation = net.novelty.loss(batch)
         metrics |= {
             "inverse_loss": inverse.mean(),

@@ -16,9 +16,8 @@ from shoal.losses.masking import masked_mean, standardise, time_mean
 from shoal.losses.policy import approximate_kl, clipped_surrogate, outside
 from shoal.losses.returns import gae
 from shoal.losses.value import explained_variance, squared_error
-from shoal.nets.actor_critic import ActorCritic, ActorCriticArchitecture, initial_core, raw_action
-
-ADAM_EPSILON = 1e-5  # of OpenAI's own implementation; torch's default is 1e-8
+from shoal.nets.actor_critic import ActorCritic, ActorCriticArchitecture, raw_action, remembered
+from shoal.nets.optimizers import make_optimizer
 
 
 class Ppo(Settings):
@@ -43,7 +42,14 @@ class Ppo(Settings):
     entropy_cost: Schedule = Field(Schedule(start=0.01, shape="constant"), description="Weight of the entropy bonus.")
     epochs: int = Field(4, ge=1, description="Passes over each batch.")
     minibatches: int = Field(4, ge=1, description="Pieces into which each pass is cut.")
+    target_kl: float | None = Field(
+        None,
+        gt=0,
+        description="KL divergence from the acting policy at which the passes over a batch stop; null: never.",
+    )
     clip_norm: float | None = Field(0.5, gt=0, description="Largest gradient norm; null: unlimited.")
+    # 1e-5 is that of OpenAI's own implementation, too; torch's default is 1e-8.
+    optimizer_epsilon: float = Field(1e-5, gt=0, description="Added to Adam's denominator.")
     max_lag: int | None = Field(
         0, ge=0, description="Most policy versions between acting and learning; null: unlimited."
     )
@@ -53,28 +59,36 @@ class Ppo(Settings):
     distribution: Literal["clipped", "squashed"] = Field(
         "clipped", description="How a Gaussian keeps to the bounds of continuous actions."
     )
+    evaluation_policy: Literal["mode", "sample"] = Field(
+        "mode", description="Whether evaluations take the policy's mode, or draw from it as actors do."
+    )
     network: ActorCriticArchitecture = Field(ActorCriticArchitecture(), description="The network.")
 
     @property
     def experience(self) -> Sequence:
         """Sequences that run on across episodes, with the recurrent state before the first step."""
-        return Sequence(self.unroll, initial=("core",) if self.network.lstm else ())
+        return Sequence(self.unroll, initial=remembered(self.network))
+
+    @property
+    def sees_reward(self) -> bool:
+        """Whether the network sees the reward of the last action."""
+        return self.network.previous
 
     def build(self, spec: Spec) -> ActorCritic:
         """Make the network."""
         return ActorCritic(self.network, spec, self.gamma, self.distribution)
 
     def optimizer(self, net: ActorCritic) -> Optimizer:
-        """Make the optimizer; all parameters at once is faster than one by one."""
-        return torch.optim.Adam(net.parameters(), self.lr.now, eps=ADAM_EPSILON, foreach=True)
+        """Make the optimizer."""
+        return make_optimizer("adam", net, self.lr.now, self.optimizer_epsilon)
 
     def begin(self, net: ActorCritic, size: int) -> dict[str, Tensor]:
         """Return the first carry."""
         return net.begin(size)
 
     def act(self, net: ActorCritic, step: Step, carry: dict[str, Tensor], rank: Tensor | None) -> Act:
-        """Draw from the policy; without a rank take its mode."""
-        return net.act(step, carry, greedy=rank is None)
+        """Draw from the policy; an evaluation may take its mode."""
+        return net.act(step, carry, greedy=rank is None and self.evaluation_policy == "mode")
 
     @torch.no_grad()
     def prepare(self, net: ActorCritic, batch: Batch) -> Batch:
@@ -95,21 +109,21 @@ class Ppo(Settings):
             "raw": raw,
         }
         if net.memory is not None:
-            return batch._replace(record=record | {"core": batch.record["core"]})
+            initial = {name: batch.record[name] for name in self.experience.initial}
+            return batch._replace(record=record | initial)
         return _single_steps(batch._replace(record=record))
 
     def _values(self, net: ActorCritic, batch: Batch) -> Tensor:
         """Return the values [T+1, B]: recorded but for the last, or all computed where there is a memory."""
         if net.memory is not None:
-            return net(batch.observation, batch.first, initial_core(batch))[1]  # type: ignore[no-any-return]
+            return net.unroll(batch)[1]
         last = map_tree(lambda x: x[-1:], batch.observation)
         return torch.cat([batch.record["value"], net(last, batch.first[-1:])[1]])
 
     def loss(self, net: ActorCritic, target: object, batch: Batch) -> Loss:
         """Return the loss of eq. (9) on a prepared batch: surrogate, value error, entropy; no target net."""
         length, mask, record = len(batch.action), batch.mask, batch.record
-        observation = map_tree(lambda x: x[:length], batch.observation)
-        policy, value, _ = net(observation, batch.first[:length], initial_core(batch))
+        policy, value, _ = net.unroll(batch, length)
         log_ratio = net.head.log_prob(policy, record["raw"]) - record["log_prob"]
         advantage = record["advantage"]
         if self.normalise_advantage:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -14,6 +14,7 @@ from shoal.core.tree import map_tree
 from shoal.core.types import Act, Batch, Loss, Sequence, Spec, Step
 from shoal.losses.masking import masked_mean, time_mean
 from shoal.losses.q_values import bootstrap, mixed_priority, n_step_targets, pick, rescale, unscale
+from shoal.nets.optimizers import make_optimizer
 from shoal.nets.q_network import (
     QNetwork,
     all_previous,
@@ -26,6 +27,10 @@ from shoal.nets.q_network import (
     unroll,
 )
 from shoal.nets.torsos import Architecture
+
+# The paper sums a sequence's loss over its 80 steps. Here it is a mean, so what it compares with the size of a gradient
+# (the bound of its norm, Adam's epsilon) is divided by their number.
+SUMMED = 80
 
 
 class R2d2(Settings):
@@ -61,12 +66,14 @@ class R2d2(Settings):
     actor_priorities: bool = Field(
         True, description="Whether actors compute the priority of new items; else it is the highest so far."
     )
-    clip_norm: float | None = Field(40.0, gt=0, description="Largest gradient norm; null: unlimited.")
-    optimizer_epsilon: float = Field(1e-3, gt=0, description="Added to Adam's denominator.")
+    clip_norm: float | None = Field(40 / SUMMED, gt=0, description="Largest gradient norm; null: unlimited.")
+    optimizer_epsilon: float = Field(1e-3 / SUMMED, gt=0, description="Added to Adam's denominator.")
     head: int = Field(512, ge=0, description="Units between the memory and each stream of values; 0: none.")
     network: Architecture = Field(
         Architecture(activation="relu", lstm=512), description="The network; it needs an lstm."
     )
+
+    sees_reward: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _overlaps(self) -> Self:
@@ -84,7 +91,7 @@ class R2d2(Settings):
 
     def optimizer(self, net: QNetwork) -> Optimizer:
         """Make the optimizer."""
-        return torch.optim.Adam(net.parameters(), self.lr.now, eps=self.optimizer_epsilon, fused=True)
+        return make_optimizer("adam", net, self.lr.now, self.optimizer_epsilon)
 
     def begin(self, net: QNetwork, size: int) -> dict[str, Tensor]:
         """The LSTM's state, and the previous action."""

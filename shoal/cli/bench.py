@@ -134,6 +134,30 @@ def scale(
 
 
 @app.command()
+def learn(
+    names: Annotated[list[str] | None, typer.Argument(help="Tasks; default: all.", metavar="[TASKS]...")] = None,
+    seeds: Annotated[int, typer.Option(help="Train with seeds 0, 1, … of this number.", min=1)] = 3,
+    folder: Annotated[Path, typer.Option(help="Where the runs are; those that are there are continued.")] = Path(
+        "learn"
+    ),
+    page: Annotated[Path | None, typer.Option(help="Write the results of all runs in the folder to this page.")] = None,
+    at_once: Annotated[int, typer.Option(help="Runs at a time.", min=1)] = 1,
+    episodes: Annotated[int, typer.Option(help="Episodes over which the last policy is scored.", min=1)] = 100,
+    change: Annotated[list[str] | None, typer.Option(help="A setting for every run, such as steps=1e6.")] = None,
+    json: Json = False,
+) -> None:
+    """Train tasks over seeds, and hold their scores to published ones."""
+    from shoal.bench import learning
+    from shoal.bench.tables import show
+
+    tasks = learning.chosen(names or [])
+    rows = learning.learn(tasks, range(seeds), folder, change or [], at_once, episodes)
+    show("learn", rows, json, len(tasks) * seeds)
+    if page is not None:
+        learning.write_page(folder, page)
+
+
+@app.command()
 def soak(
     names: Annotated[list[str], typer.Argument(help="Engines, one after another.", metavar="ENGINES...")],
     seconds: Annotated[float, typer.Option(help="Length of each run.", min=1)] = 1200.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Sequence_
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from shoal.core.settings import Replaying, Schedule
@@ -84,6 +85,14 @@ class HasMinibatches(Protocol):
 
 
 @runtime_checkable
+class HasTargetKl(Protocol):
+    """KL divergence, the metric `kl` of the loss, at which the passes over a batch stop; None or no hook: never."""
+
+    @property
+    def target_kl(self) -> float | None: ...
+
+
+@runtime_checkable
 class HasMaxLag(Protocol):
     """Most policy versions between acting and learning; 0: actors wait for the learner; None or no hook: unlimited."""
 
@@ -132,6 +141,14 @@ class HasCapture(Protocol):
 
 
 @runtime_checkable
+class HasRewardInput(Protocol):
+    """Whether the network sees the reward of the last action; else it does not."""
+
+    @property
+    def sees_reward(self) -> bool: ...
+
+
+@runtime_checkable
 class HasTopology(Protocol):
     """The topology that the algorithm is made for; else actors and a learner."""
 
@@ -148,6 +165,8 @@ class HasValues(Protocol):
 
 @runtime_checkable
 class HasChoices(Protocol):
-    """A bandit's pulls since the last call, each as [arm, score]."""
+    """A bandit's pulls since the last call, each as [arm, score], and a first carry that knows earlier ones."""
 
     def choices(self, carry: Any) -> list[list[float]]: ...
+
+    def informed(self, carry: Any, pulls: Sequence_[list[float]]) -> Any: ...

@@ -6,6 +6,8 @@ from collections import deque
 
 import numpy as np
 
+from shoal.core.types import Array
+
 
 class Bandit:
     """Sliding-window upper confidence bounds, with random pulls (arXiv:2003.13350, appendix D).
@@ -30,15 +32,27 @@ class Bandit:
         return int(self.scores().argmax())
 
     def reward(self, arm: int, value: float) -> None:
-        """Note the score of a pull of an arm."""
+        """Note the score of a pull of an arm, one's own or an earlier one's."""
         self.history.append((arm, value))
+        self.pulls = max(self.pulls, len({pulled for pulled, _ in self.history}))
 
-    def scores(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        """The upper confidence bound of every arm."""
+    def best(self) -> int:
+        """The arm that earned most on average; before any pull the first."""
+        counts, totals = self._sums()
+        means = np.divide(totals, counts, out=np.full(self.arms, -np.inf), where=counts > 0)
+        return int(means.argmax()) if counts.any() else 0
+
+    def _sums(self) -> tuple[Array, Array]:
+        """How often every arm was pulled within the window, and the sum of its scores."""
         counts, totals = np.zeros(self.arms), np.zeros(self.arms)
         for arm, value in self.history:
             counts[arm] += 1
             totals[arm] += value
+        return counts, totals
+
+    def scores(self) -> Array:
+        """The upper confidence bound of every arm."""
+        counts, totals = self._sums()
         with np.errstate(divide="ignore", invalid="ignore"):
             bounds = totals / counts + self.bonus * np.sqrt(1 / counts)
         return np.where(counts > 0, bounds, np.inf)

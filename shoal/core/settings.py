@@ -23,9 +23,13 @@ class Schedule(Settings):
     """A number that may change over the run; a bare number is a constant."""
 
     start: float = Field(description="Value at the beginning.")
-    end: float | None = Field(None, description="Value at the end of the run; null: the start.")
-    shape: Literal["constant", "linear", "polynomial"] = Field("linear", description="How it changes over the run.")
+    end: float | None = Field(None, description="Value at the end; null: the start.")
+    shape: Literal["constant", "linear", "polynomial"] = Field("linear", description="How it goes from start to end.")
     power: float = Field(POWER, gt=0, description="Exponent of the polynomial shape.")
+    until: float = Field(1.0, gt=0, description="When the end is reached: a share of the run, or above 1 its steps.")
+    warmup: float = Field(
+        0.0, ge=0, description="How long it first rises from 0: a share of the run, or above 1 its steps."
+    )
     now: SkipJsonSchema[float] = Field(default=float("nan"), exclude=True, description="Value at the present moment.")
 
     @classmethod
@@ -48,30 +52,45 @@ class Schedule(Settings):
 
     @model_serializer(mode="plain")
     def _short(self) -> Any:
-        power = {"power": self.power} if self.shape == "polynomial" or self.power != POWER else {}
-        if self.shape == "constant" and self.end is None and not power:
+        more: dict[str, Any] = {"power": self.power} if self.shape == "polynomial" or self.power != POWER else {}
+        more |= {"until": self.until} if self.until != 1 else {}
+        more |= {"warmup": self.warmup} if self.warmup else {}
+        if self.shape == "constant" and self.end is None and not more:
             return self.start
-        return {"start": self.start, "end": self.end, "shape": self.shape, **power}
+        return {"start": self.start, "end": self.end, "shape": self.shape, **more}
 
-    def at(self, progress: float) -> Schedule:
-        """Return the schedule with `now` set for a progress in [0, 1]."""
-        if self.shape == "constant" or self.end is None:
+    def at(self, steps: float, total: float) -> Schedule:
+        """Return the schedule with `now` set for some of a run's steps."""
+        if not self.changes:
             return self
-        left = 1.0 - min(max(progress, 0.0), 1.0)
+        done = max(steps, 0.0)
+        left = 1.0 - min(done / _in_steps(self.until, total), 1.0)
         share = left if self.shape == "linear" else left**self.power
-        return self.model_copy(update={"now": self.end + (self.start - self.end) * share})
+        end = self.start if self.end is None or self.shape == "constant" else self.end
+        rise = min(done / _in_steps(self.warmup, total), 1.0) if self.warmup else 1.0
+        return self.model_copy(update={"now": rise * (end + (self.start - end) * share)})
+
+    @property
+    def changes(self) -> bool:
+        """Whether it is not the same number all the time."""
+        return bool(self.warmup) or not (self.shape == "constant" or self.end is None)
 
 
-def at(settings: Moved, progress: float) -> Moved:
-    """Return settings whose schedules, also those of settings inside them, stand at a progress in [0, 1]."""
+def _in_steps(length: float, total: float) -> float:
+    """A share of a run up to 1, or a number of steps, as steps."""
+    return length if length > 1 else length * total
+
+
+def at(settings: Moved, steps: float, total: float) -> Moved:
+    """Return settings whose schedules, also those of settings inside them, stand at some of a run's steps."""
     assert isinstance(settings, BaseModel)
     moved = {}
     for name in type(settings).model_fields:
         value = getattr(settings, name)
         if isinstance(value, Schedule):
-            new: Any = value.at(progress)
+            new: Any = value.at(steps, total)
         else:
-            new = at(value, progress) if isinstance(value, Settings) else value
+            new = at(value, steps, total) if isinstance(value, Settings) else value
         if new is not value:
             moved[name] = new
     return settings.model_copy(update=moved) if moved else settings

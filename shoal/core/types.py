@@ -9,7 +9,7 @@ masked: `batch.mask[t] = not first[t+1]`. Padding repeats `first` steps, so the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -52,6 +52,16 @@ class Batch(NamedTuple):
     weight: Tensor  # [B]
     key: Array  # [B] int64
     version: Array  # [B] int64
+    fresh: Tensor | None = None  # [B] bool, items that were not drawn before; None: all of them
+
+    def arrays(self) -> dict[str, Any]:
+        """What it holds, by name."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+    @property
+    def news(self) -> Tensor:
+        """[T, B] float: the mask without items that were drawn before, for statistics that count every step once."""
+        return self.mask if self.fresh is None else self.mask * self.fresh
 
     @property
     def mask(self) -> Tensor:
@@ -96,20 +106,41 @@ class ArraySpec:
     shape: tuple[int, ...]
     dtype: str
     stack: int = 1  # instants stacked along the first axis, all but one of which earlier observations showed
+    largest: float = 255.0  # of bytes: what networks see as 1
+
+
+MASK = "action_mask"  # the part of an observation that says which actions are allowed
 
 
 @dataclass(frozen=True)
 class ActionSpec:
-    """A choice among `size` actions, or a vector of `size` numbers between `low` and `high`."""
+    """A choice among `size` actions, a vector of `size` numbers between `low` and `high`, or several of these at once.
+
+    A joint action is a vector of `size` numbers: those of its parts side by side, a choice being one.
+    """
 
     size: int
     low: tuple[float, ...] = ()  # empty: discrete
     high: tuple[float, ...] = ()
+    parts: tuple[ActionSpec, ...] = ()  # of a joint action, none of them joint itself
 
     @property
     def discrete(self) -> bool:
         """Whether the action is one of `size` choices."""
-        return not self.low
+        return not self.low and not self.parts
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """The number of choices for each number of an action; 0 where it is continuous."""
+        if self.parts:
+            return tuple(count for part in self.parts for count in part.choices)
+        return (0,) * self.size if self.low else (self.size,)
+
+
+def joint(parts: Iterable[ActionSpec]) -> ActionSpec:
+    """Several actions at once, as one."""
+    flat = tuple(leaf for part in parts for leaf in (part.parts or (part,)))
+    return ActionSpec(sum(len(part.choices) for part in flat), parts=flat)
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,28 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from shoal.core.errors import Fatal
 from shoal.core.settings import Settings
 from shoal.core.types import Spec
-from shoal.envs.atari import Atari
+from shoal.envs.atari import Atari, is_atari
 from shoal.envs.toy import TOYS
 from shoal.envs.vector import Envs, Episode
 
 __all__ = ["TOYS", "Atari", "Environment", "Envs", "Episode", "check", "make", "spec_of"]
+
+
+class Wrapper(Settings):
+    """A wrapper around an environment."""
+
+    name: str = Field(description="One of Gymnasium's own, such as `FlattenObservation`, or `package.module:Class`.")
+    arguments: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the wrapper.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
 
 
 class Environment(Settings):
@@ -23,6 +35,14 @@ class Environment(Settings):
     id: str = Field(description="A Gymnasium id, `module:id` for your own, `ALE/Pong-v5` for Atari, or a toy: `Catch`.")
     arguments: dict[str, Any] = Field(
         default_factory=dict, description="Keyword arguments of the environment; for Atari see `atari`."
+    )
+    wrappers: tuple[Wrapper, ...] = Field(
+        (), description="Gymnasium wrappers, the innermost first: `name` or `{name: …, arguments: {…}}` each."
+    )
+    mask: str | None = Field(
+        None,
+        description="Key of `info` under which the environment says which actions are allowed; a part `action_mask` of "
+        "the observation does so without this.",
     )
     atari: Atari = Field(default_factory=Atari, description="How Atari games are preprocessed and played.")
     max_faults: int = Field(
@@ -35,6 +55,11 @@ class Environment(Settings):
         default_factory=dict, description="Keys of `info` to report per episode, and how to aggregate each."
     )
 
+    @property
+    def sticky(self) -> float | None:
+        """The chance that an Atari game repeats an action, without which a score means little; None: no such game."""
+        return self.atari.sticky if is_atari(self.id) else None
+
 
 def make(
     environment: Environment,
@@ -46,8 +71,8 @@ def make(
 ) -> Envs:
     """Make `size` environments that are stepped together.
 
-    In an evaluation rewards are not clipped and a lost life does not end an episode. Only environments made
-    with `render` can be drawn. After `limit` steps an episode is cut off.
+    In an evaluation a lost life does not end an episode. Only environments made with `render` can be drawn. After
+    `limit` steps an episode is cut off.
     """
     from shoal.envs import atari, gymnasium, toy
     from shoal.envs.vector import Vector
@@ -61,7 +86,8 @@ def make(
     if environment.id in toy.ENVS:
         create = partial(toy.ENVS[environment.id], **environment.arguments)
     else:
-        create = partial(gymnasium.create, environment.id, environment.arguments, render)
+        around = [(one.name, one.arguments) for one in environment.wrappers]
+        create = partial(gymnasium.create, environment.id, environment.arguments, render, around, environment.mask)
     return Vector(environment.id, create, size, seed, environment.max_faults, environment.metrics, render, limit)
 
 

@@ -32,11 +32,16 @@ class Atari(Settings):
     grayscale: bool = Field(True, description="Grayscale frames instead of RGB.")
     maxpool: bool = Field(True, description="Pixelwise maximum of the last two frames, against flicker.")
     noop_max: int = Field(30, ge=0, description="Maximum of the random number of no-op frames at the start of a game.")
-    clip_rewards: bool = Field(True, description="Clip training rewards to [-1, 1]; evaluation scores are not clipped.")
+    clip_rewards: bool = Field(True, description="Clip rewards to [-1, 1]; scores are not clipped.")
     fire_reset: bool = Field(True, description="Press fire at the start of games that wait for it.")
     # Machado et al. 2017, arXiv:1709.06009: episodes should end with the game; where actions stick, 0.25.
     episodic_life: bool = Field(False, description="End training episodes, but not games, at each lost life.")
-    sticky: float = Field(0.0, ge=0, le=1, description="Probability that a frame repeats the previous action.")
+    sticky: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Probability that a frame repeats the previous action; Gymnasium's own `-v5` ids have 0.25.",
+    )
     full_action_space: bool = Field(False, description="Offer all 18 actions instead of those with an effect.")
     # 30 minutes at 60 frames a second: Hessel et al. 2017, arXiv:1710.02298, Evaluation Methodology.
     max_frames: int = Field(108000, ge=1, description="Frames after which a game is cut off.")
@@ -130,7 +135,7 @@ class Games:
         buttons = list(self._games.ale.get_action_set())
         fire = settings.fire_reset and ale_py.Action.FIRE in buttons
         self._opening_action = buttons.index(ale_py.Action.FIRE if fire else ale_py.Action.NOOP)
-        self._clip = settings.clip_rewards and not evaluation
+        self._clip = settings.clip_rewards
         self._lives_end = settings.episodic_life and not evaluation
         self._colour = not settings.grayscale
         channels = settings.stack * (3 if self._colour else 1)
@@ -142,6 +147,7 @@ class Games:
         self._seeded = False
         self._over = self._lost = np.zeros(size, np.bool_)  # game over; life lost
         self._lives = np.zeros(size, np.int32)
+        self.points: Array = np.zeros(size)
 
     def reset(self) -> Step:
         """Open a game in every environment, leaving those under way."""
@@ -156,12 +162,12 @@ class Games:
         for index in range(self.size):
             self._tally.forget(index)
         self._over = self._lost = np.zeros(self.size, np.bool_)
-        self._lives = info["lives"]
+        self._lives, self.points = info["lives"], np.zeros(self.size)
         return opening(self._channels_first(frames), self.size)
 
     def step(self, action: Array) -> Step:
         """Take one action, of shape [B], in every game."""
-        from shoal.envs.gymnasium import check_actions
+        from shoal.envs.spaces import check_actions
 
         check_actions(action, self.spec.action.size)
         chosen = np.where(self._lost, self._opening_action, action).astype(np.int64)
@@ -177,12 +183,12 @@ class Games:
         lost = self._lives_end & (info["lives"] < self._lives) & ~self._over
         self._count(over, info, truncated & ~terminated if self._cuts else np.zeros_like(over))
         self._over, self._lost, self._lives = over, lost, info["lives"]
-        reward = np.clip(points, -1, 1) if self._clip else points
+        self.points = np.where(first, 0, points)
         # Where the opening step itself ends something, the next step opens once more.
         discount = np.where((terminated | lost) & ~first, 0, 1)
         return Step(
             self._channels_first(frames),
-            np.where(first, 0, reward).astype(np.float32),
+            self.clipped(self.points),
             discount.astype(np.float32),
             first,
         )
@@ -210,6 +216,10 @@ class Games:
     def decode(self, action: Array) -> list[int]:
         """Turn actions [B] into one number per game."""
         return [int(number) for number in action]
+
+    def clipped(self, points: Array) -> Array:
+        """Turn a game's points [B] into the rewards of a step, which are clipped as the settings say."""
+        return (np.clip(points, -1, 1) if self._clip else points).astype(np.float32)
 
     def close(self) -> None:
         """Release the games and their threads."""

@@ -1,4 +1,4 @@
-"""Gymnasium: single environments by id, and their spaces as arrays."""
+"""Gymnasium: single environments by id, with wrappers around them, and pictures of them."""
 
 from __future__ import annotations
 
@@ -6,34 +6,86 @@ import difflib
 import importlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
-from shoal.core.errors import Fatal
-from shoal.core.recipe import permit
-from shoal.core.types import ActionSpec, Array, ArraySpec
-
-Write: TypeAlias = Callable[[Any, int, Any], None]  # (arrays [B, ...], row, value of the space)
-Decode: TypeAlias = Callable[[Array], Any]  # actions [B] or [B, A] → one value of the space per environment
+from shoal.core.errors import Fatal, nearest
+from shoal.core.recipe import find, permit
+from shoal.core.types import MASK, Array
+from shoal.envs.spaces import actions
 
 EXTRAS = {"pygame": "video", "box2d": "box2d", "mujoco": "mujoco"}  # what an error names → who brings it
 # Pictures need neither a screen nor a loudspeaker, and the libraries that draw them should print nothing.
 QUIET = {"PYGAME_HIDE_SUPPORT_PROMPT": "1", "SDL_VIDEODRIVER": "dummy", "SDL_AUDIODRIVER": "dummy"}
 
 
-def create(id: str, arguments: Mapping[str, Any], render: bool = False) -> Any:
-    """Make a single environment; what is wrong with an id is said with what would be right."""
+def create(
+    id: str,
+    arguments: Mapping[str, Any],
+    render: bool = False,
+    wrappers: Sequence[tuple[str, Mapping[str, Any]]] = (),
+    mask: str | None = None,
+) -> Any:
+    """Make a single environment; what is wrong with an id is said with what would be right.
+
+    `wrappers` are put around it one after another; `mask` is the key of `info` under which it says what is allowed.
+    """
     import gymnasium
 
     if module := id.rpartition(":")[0]:
         permit(module)  # since making it imports it
     with explained(id):
         if render:
-            return _create_drawn(id, arguments)
-        return gymnasium.make(id, disable_env_checker=True, **arguments)
+            environment = _create_drawn(id, arguments)
+        else:
+            environment = gymnasium.make(id, disable_env_checker=True, **arguments)
+    for name, options in wrappers:
+        environment = wrapper(name)(environment, **options)
+    return environment if mask is None else _with_mask(environment, mask)
+
+
+def wrapper(name: str) -> Any:
+    """A wrapper by its import path, or one of Gymnasium's own by its name."""
+    import gymnasium
+
+    if ":" in name:
+        return find(name)
+    if not hasattr(gymnasium.wrappers, name):
+        raise Fatal(
+            f"unknown wrapper {name!r}: give one of Gymnasium's own, or your own as package.module:Class"
+            f"{nearest(name, gymnasium.wrappers.__all__)}"
+        )
+    return getattr(gymnasium.wrappers, name)
+
+
+def _with_mask(environment: Any, key: str) -> Any:
+    """The environment with the mask that its info holds as a part of the observation."""
+    import gymnasium
+
+    size = sum(actions(environment.action_space)[0].choices)
+
+    class Masked(gymnasium.Wrapper):
+        def reset(self, **options: Any) -> Any:
+            seen, info = self.env.reset(**options)
+            return self._seen(seen, info), info
+
+        def step(self, action: Any) -> Any:
+            seen, *rest, info = self.env.step(action)
+            return self._seen(seen, info), *rest, info
+
+        def _seen(self, seen: Any, info: Mapping[str, Any]) -> Any:
+            if key not in info:
+                raise ValueError(f"info has no {key!r}, which environment.mask asks for; it has {[*info]}")
+            return {"observation": seen, MASK: np.ravel(info[key])}
+
+    wrapped = Masked(environment)
+    wrapped.observation_space = gymnasium.spaces.Dict(
+        {"observation": environment.observation_space, MASK: gymnasium.spaces.MultiBinary(size)}
+    )
+    return wrapped
 
 
 def check(id: str) -> None:
@@ -114,120 +166,3 @@ def _nearest(id: str) -> str:
     known = [*gymnasium.registry, *toy.ENVS, *atari.ids()]
     near = difflib.get_close_matches(id, dict.fromkeys(known), n=3, cutoff=0.5)
     return f"Nearest known: {', '.join(near)}." if near else f"Toy environments: {', '.join(toy.ENVS)}."
-
-
-def observations(space: Any) -> tuple[Any, Write]:
-    """Return the array specs of a space, and a function that writes a value of it into arrays [B, ...].
-
-    Bytes stay bytes, every other number becomes float32, and categories become one-hot float32. A three
-    dimensional box [H, W, C] with C ≤ 4 < H is turned into [C, H, W], as convolutions want it.
-    """
-    from gymnasium import spaces
-
-    if isinstance(space, spaces.Box):
-        return _box(space)
-    if isinstance(space, spaces.MultiBinary):
-        return ArraySpec(tuple(space.shape), "float32"), _write_array(tuple(space.shape))
-    if isinstance(space, spaces.Discrete):
-        return _one_hot(np.array([space.n]), np.array([space.start]))
-    if isinstance(space, spaces.MultiDiscrete):
-        return _one_hot(space.nvec.ravel(), space.start.ravel())
-    if isinstance(space, spaces.Dict):
-        return _mapping(dict(space.items()), keys=list(space))
-    if isinstance(space, spaces.Tuple):
-        return _mapping({str(index): part for index, part in enumerate(space)}, keys=list(range(len(space))))
-    raise Fatal(
-        f"observation space {space} is not supported; "
-        "allowed are Box, Discrete, MultiDiscrete, MultiBinary, and Dict or Tuple of these"
-    )
-
-
-def _box(space: Any) -> tuple[ArraySpec, Write]:
-    shape = tuple(space.shape)
-    dtype = "uint8" if space.dtype == np.uint8 else "float32"
-    if len(shape) != 3 or shape[2] > 4 or shape[0] <= 4:
-        return ArraySpec(shape, dtype), _write_array(shape)
-    write_image = _write_array(shape)
-
-    def write(arrays: Any, row: int, value: Any) -> None:
-        write_image(arrays.transpose(0, 2, 3, 1), row, value)
-
-    return ArraySpec((shape[2], *shape[:2]), dtype), write
-
-
-def _write_array(shape: tuple[int, ...]) -> Write:
-    def write(arrays: Any, row: int, value: Any) -> None:
-        if getattr(value, "shape", None) != shape and np.shape(value) != shape:  # NumPy would stretch it
-            raise ValueError(f"observation of shape {np.shape(value)}, but its space has {shape}")
-        arrays[row] = value
-
-    return write
-
-
-def _one_hot(counts: Array, starts: Array) -> tuple[ArraySpec, Write]:
-    offsets = np.cumsum(counts) - counts
-
-    def write(arrays: Any, row: int, value: Any) -> None:
-        category = np.ravel(value) - starts
-        if ((category < 0) | (category >= counts)).any():
-            raise ValueError(f"observation {value} is outside its space")
-        arrays[row] = 0.0
-        arrays[row, offsets + category] = 1.0
-
-    return ArraySpec((int(counts.sum()),), "float32"), write
-
-
-def _mapping(parts: Mapping[str, Any], keys: list[Any]) -> tuple[dict[str, Any], Write]:
-    converted = {name: observations(part) for name, part in parts.items()}
-    writers = [(name, key, converted[name][1]) for name, key in zip(parts, keys, strict=True)]
-
-    def write(arrays: Any, row: int, value: Any) -> None:
-        for name, key, write_part in writers:
-            write_part(arrays[name], row, value[key])
-
-    return {name: spec for name, (spec, _) in converted.items()}, write
-
-
-def actions(space: Any) -> tuple[ActionSpec, Decode]:
-    """Return the spec of an action space, and a function that turns a batch of actions into values of it.
-
-    A box of any shape becomes a vector, whose numbers are clipped to the bounds. The bounds must be finite:
-    a policy needs to know the scale on which to explore.
-    """
-    from gymnasium import spaces
-
-    if isinstance(space, spaces.Discrete):
-        return ActionSpec(int(space.n)), _decode_discrete(int(space.n), space.start)
-    if not isinstance(space, spaces.Box) or not np.issubdtype(space.dtype, np.floating):
-        raise Fatal(f"action space {space} is not supported; allowed are Discrete, and Box of floats")
-    low, high = space.low.ravel(), space.high.ravel()
-    if not (np.isfinite(low).all() and np.isfinite(high).all()):
-        raise Fatal(
-            f"action space {space} has infinite bounds; give it finite ones, "
-            "for example with gymnasium.wrappers.TransformAction"
-        )
-
-    def decode(action: Array) -> Array:
-        if not np.isfinite(action).all():
-            raise Fatal("the policy chose an action that is not finite: its network has diverged")
-        clipped: Array = np.clip(action, low, high).astype(space.dtype)
-        return clipped.reshape(-1, *space.shape)
-
-    return ActionSpec(low.size, tuple(low.tolist()), tuple(high.tolist())), decode
-
-
-def _decode_discrete(size: int, start: np.integer[Any]) -> Decode:
-    def decode(action: Array) -> Array:
-        check_actions(action, size)
-        # In the type of the space, which checks such a number faster than a Python one.
-        shifted: Array = action.astype(start.dtype) + start
-        return shifted
-
-    return decode
-
-
-def check_actions(action: Array, size: int) -> None:
-    """Refuse an action that does not exist: some environments hang on one, others take the last instead."""
-    chosen = action.tolist()  # a short list is searched faster than a short array
-    if min(chosen) < 0 or max(chosen) >= size:
-        raise Fatal(f"actions {chosen} must lie between 0 and {size - 1}")

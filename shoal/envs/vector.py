@@ -12,7 +12,8 @@ import numpy as np
 from shoal.core import doing
 from shoal.core.errors import Fatal, ShoalError
 from shoal.core.tree import map_tree
-from shoal.core.types import Array, Spec, Step
+from shoal.core.types import MASK, Array, Spec, Step
+from shoal.envs import spaces
 
 HEALTHY_STEPS = 100  # without a fault, after which the next fault begins a new row
 USUAL_FPS = 30  # what Gymnasium's own recorder takes where an environment does not say
@@ -59,6 +60,11 @@ class Envs(Protocol):
         """Steps in a second of watching."""
         ...
 
+    @property
+    def points(self) -> Array:
+        """The rewards [B] of the last step as the environments gave them, where a step holds them clipped."""
+        ...
+
     def reset(self) -> Step:
         """Open an episode in every environment, leaving those under way."""
         ...
@@ -85,6 +91,10 @@ class Envs(Protocol):
 
     def decode(self, action: Array) -> Any:
         """Turn actions [B] or [B, A] into one per environment, as it takes them."""
+        ...
+
+    def clipped(self, points: Array) -> Array:
+        """Turn rewards [B], as environments give them, into those of a step."""
         ...
 
     def close(self) -> None:
@@ -161,8 +171,6 @@ class Vector:
         limit: int | None = None,
     ) -> None:
         """Make `size` environments; none of their episodes is longer than a limit, if there is one."""
-        from shoal.envs import gymnasium
-
         self.size, self._limit = size, limit
         self._labels = [f"environment {index} of {size} ({name})" for index in range(size)]
         self.environments: list[Any] = []  # None: closed after a fault, about to be recreated
@@ -173,8 +181,9 @@ class Vector:
                 doing.here().begin("the making", label)
                 self.environments.append(create())
             doing.here().end()
-            seen, self._write = gymnasium.observations(self.environments[0].observation_space)
-            taken, self.decode = gymnasium.actions(self.environments[0].action_space)
+            seen, self._write = spaces.observations(self.environments[0].observation_space)
+            taken, self.decode = spaces.actions(self.environments[0].action_space)
+            spaces.check_mask(seen, taken)
         except Exception as error:
             self.close()
             if isinstance(error, ShoalError):
@@ -193,6 +202,7 @@ class Vector:
         self._reports: list[str] = []
         self._tally = Tally(size, metrics)
         self._steps = 0
+        self.points = np.zeros(size)
 
     @property
     def fps(self) -> float:
@@ -206,11 +216,13 @@ class Vector:
             self._tally.forget(index)
             self._open(index, observation)
         self._observation, self._ended = observation, [False] * self.size
+        self.points = np.zeros(self.size)
         return opening(observation, self.size)
 
     def step(self, action: Array) -> Step:
         """Take one action, of shape [B] or [B, A], in every environment."""
         chosen = self.decode(action)
+        self._check_mask(action)
         observation = map_tree(np.empty_like, self._observation)
         reward, discount = np.zeros(self.size), np.ones(self.size, np.float32)
         opens, ended = self._ended, [False] * self.size
@@ -247,8 +259,13 @@ class Vector:
             if ended[index] or cut:
                 self._tally.finish(index, cut)
                 self._row[index], ended[index] = 0, True
-        self._observation, self._ended = observation, ended
-        return Step(observation, reward.astype(np.float32), discount, first)
+        self._observation, self._ended, self.points = observation, ended, reward
+        return Step(observation, self.clipped(reward), discount, first)
+
+    def _check_mask(self, action: Array) -> None:
+        if isinstance(self._observation, Mapping) and MASK in self._observation:
+            playing = ~np.array(self._ended)
+            spaces.check_allowed(action, self._observation[MASK], self.spec.action.choices, playing)
 
     def episodes(self) -> list[Episode]:
         """Hand over the episodes that ended since the last call."""
@@ -271,6 +288,10 @@ class Vector:
         arrays = map_tree(lambda leaf: np.zeros((1, *leaf.shape), leaf.dtype), self.spec.observation)
         self._write(arrays, 0, observation)
         return arrays
+
+    def clipped(self, points: Array) -> Array:
+        """Turn rewards [B], as environments give them, into those of a step: the same."""
+        return points.astype(np.float32)
 
     def close(self) -> None:
         """Close every environment."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shoal.losses.returns import accumulate
+
 EPSILON = 1e-3  # of the value rescaling: openreview r1lyTjAqYX, section 2.3
 
 
@@ -40,6 +42,19 @@ def quantile_huber(quantiles: Tensor, target: Tensor, bound: float = 1.0) -> Ten
     return (weight * huber(error, bound) / bound).mean(-1).sum(-1)
 
 
+def project(support: Tensor, goals: Tensor, probability: Tensor) -> Tensor:
+    """Probabilities [..., N] that lie at the goals [..., N], moved to the evenly spaced atoms of the support [N].
+
+    What lies between two atoms is shared by them, and what lies beyond the ends goes there (arXiv:1707.06887, eq. 7).
+    """
+    count = len(support)
+    width = (support[-1] - support[0]) / (count - 1)
+    place = (goals.clamp(support[0], support[-1]) - support[0]) / width
+    atoms = torch.arange(count, device=support.device, dtype=support.dtype)
+    share = (1 - (place.unsqueeze(-1) - atoms).abs()).clamp(min=0.0)  # [..., N, N]
+    return (probability.unsqueeze(-1) * share).sum(-2)
+
+
 def rescale(x: Tensor) -> Tensor:
     """h(x) = sign(x)(√(|x| + 1) − 1) + εx (arXiv:1805.11593, proposition A.2)."""
     return x.sign() * ((x.abs() + 1).sqrt() - 1) + EPSILON * x
@@ -70,6 +85,26 @@ def n_step_targets(reward: Tensor, discount: Tensor, bootstrap: Tensor, last: Te
         value[:still] = torch.where(on, bootstrap[step + 1 : step + 1 + still], value[:still])
         going[:still] &= ~last[step:]
     return total + factor * value
+
+
+def retrace_targets(
+    reward: Tensor,  # [T, B]
+    discount: Tensor,  # [T, B] γ, 0 where the episode ended by its rules
+    chosen: Tensor,  # [T, B] the value of the action that was taken
+    bootstrap: Tensor,  # [T + 1, B] the target policy's value of every observation
+    ratio: Tensor,  # [T, B] π(a|x) / μ(a|x) of the action that was taken
+    last: Tensor,  # [T, B] True where the return must bootstrap from the observation that this step leads to
+    lambda_: float,
+) -> Tensor:
+    """Retrace(λ) returns [T, B] along sequences (arXiv:1606.02647, eq. 3 and 4; c = λ min(1, π/μ)).
+
+    G_t = Q_t + δ_t + γ c_{t+1} (G_{t+1} − Q_{t+1}) with δ_t = r_t + γ V_{t+1} − Q_t.
+    """
+    delta = reward + discount * bootstrap[1:] - chosen
+    trace = discount * ~last
+    trace[:-1] *= lambda_ * ratio[1:].clamp(max=1.0)
+    trace[-1] = 0.0
+    return chosen + accumulate(delta, trace)
 
 
 def mixed_priority(error: Tensor, mask: Tensor, eta: float) -> Tensor:

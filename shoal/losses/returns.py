@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-def _accumulate(deltas: Tensor, traces: Tensor) -> Tensor:
+def accumulate(deltas: Tensor, traces: Tensor) -> Tensor:
     """Solve x[t] = delta[t] + trace[t] · x[t+1] backwards from x[T] = 0."""
     total = torch.zeros_like(deltas[0])
     totals = []
@@ -43,7 +43,7 @@ def vtrace(
     value_now, value_next = value[:-1], value[1:]
     delta = mask * rho * (reward + discount * value_next - value_now)
     trace = mask * discount * ratio.clamp(max=c_bar) * lambda_
-    vs = value_now + _accumulate(delta, trace)
+    vs = value_now + accumulate(delta, trace)
     vs_next = torch.cat([vs[1:], value[-1:]])
     rho_gradient = rho if rho_bar_gradient is None else ratio.clamp(max=rho_bar_gradient)
     advantage = mask * rho_gradient * (reward + discount * vs_next - value_now)
@@ -63,4 +63,4 @@ def gae(
     arXiv:1506.02438, eq. (16): A_t = Σ_l (γλ)^l δ_{t+l} with δ_t = r_t + γ V_{t+1} − V_t.
     """
     delta = mask * (reward + discount * value[1:] - value[:-1])
-    return _accumulate(delta, mask * discount * lambda_)
+    return accumulate(delta, mask * discount * lambda_)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shoal.core.tree import map_tree
 from shoal.core.types import Act, Batch, Spec, Step
 from shoal.nets.heads import make_head
+from shoal.nets.masks import split_mask
 from shoal.nets.memory import Lstm
 from shoal.nets.normalise import CLIP, ObservationMoments, RunningMoments
 from shoal.nets.torsos import Architecture, Torso, orthogonal
@@ -20,6 +21,11 @@ class ActorCriticArchitecture(Architecture):
     """How observations become features of a policy and a value."""
 
     separate: bool = Field(False, description="Whether policy and value have a torso each.")
+    # arXiv:1802.01561, fig. 3.
+    previous: bool = Field(False, description="Whether the LSTM also sees the last action and its reward.")
+    state_std: bool = Field(
+        False, description="Whether the spread of continuous actions depends on the state; else it is a parameter."
+    )
     normalise_reward: bool = Field(
         False, description="Whether to divide rewards by the standard deviation of the discounted return."
     )
@@ -28,6 +34,10 @@ class ActorCriticArchitecture(Architecture):
     def _one_memory(self) -> Self:
         if self.separate and self.lstm:
             raise ValueError("separate torsos cannot share an LSTM: set lstm to 0 or separate to false")
+        if self.previous and not self.lstm:
+            raise ValueError(
+                "only an LSTM sees the last action and reward: set lstm to its units, or previous to false"
+            )
         return self
 
 
@@ -39,13 +49,17 @@ class ActorCritic(nn.Module):
     ) -> None:
         super().__init__()
         self.gamma = gamma
-        self.moments = ObservationMoments(spec.observation) if network.normalise_observation else None
+        observation, _ = split_mask(spec.observation)
+        self.moments = ObservationMoments(observation) if network.normalise_observation else None
         self.return_moments = RunningMoments(()) if network.normalise_reward else None
-        self.torso = Torso(network, spec.observation)
-        self.value_torso = Torso(network, spec.observation) if network.separate else None
-        self.memory = Lstm(self.torso.features, network.lstm) if network.lstm else None
+        self.torso = Torso(network, observation)
+        self.value_torso = Torso(network, observation) if network.separate else None
+        self.action = spec.action
+        self.previous = network.previous
+        extra = sum(count or 1 for count in spec.action.choices) + 1 if network.previous else 0
+        self.memory = Lstm(self.torso.features + extra, network.lstm) if network.lstm else None
         features = network.lstm or self.torso.features
-        self.head = make_head(features, spec.action, distribution)
+        self.head = make_head(features, spec.action, distribution, network.state_std)
         self.value = orthogonal(nn.Linear(features, 1), gain=1.0)
 
     def initial_state(self, size: int) -> Tensor | None:
@@ -53,18 +67,24 @@ class ActorCritic(nn.Module):
         return None if self.memory is None else self.memory.initial_state(size)
 
     def forward(
-        self, observation: Any, first: Tensor, state: Tensor | None = None
+        self, observation: Any, first: Tensor, state: Tensor | None = None, extra: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the policy [T, B, P], the value [T, B] and the state after; observations are [T, B, ...]."""
-        inputs = map_tree(lambda x: x.flatten(0, 1), observation)
+        """Return the policy [T, B, P], the value [T, B] and the state after; observations are [T, B, ...].
+
+        Extra [T, B, E] is what the memory sees beside them.
+        """
+        inputs, mask = split_mask(map_tree(lambda x: x.flatten(0, 1), observation))
         if self.moments is not None:
             inputs = self.moments(inputs)
         features = self.torso(inputs)
         value_features = features if self.value_torso is None else self.value_torso(inputs)
         if self.memory is not None:
-            features, state = self.memory(features.view(*first.shape, -1), first, state)
+            features = features.view(*first.shape, -1)
+            if extra is not None:
+                features = torch.cat([features, extra], -1)
+            features, state = self.memory(features, first, state)
             value_features = features = features.flatten(0, 1)
-        policy = self.head(features).view(*first.shape, -1)
+        policy = self.head(features, mask).view(*first.shape, -1)
         return policy, self.value(value_features).view(first.shape), state
 
     def begin(self, size: int) -> dict[str, Tensor]:
@@ -74,7 +94,28 @@ class ActorCritic(nn.Module):
             carry["core"] = self.memory.initial_state(size)
         if self.return_moments is not None:
             carry["return"] = torch.zeros(size, device=self.value.weight.device)
+        if self.previous:
+            columns = () if self.action.discrete else (self.action.size,)
+            carry["action"] = torch.zeros(size, *columns, device=self.value.weight.device)
         return carry
+
+    def _previous(self, action: Tensor, reward: Tensor, first: Tensor) -> Tensor:
+        """What the memory sees of the last step, [..., E]: zeros where an episode begins."""
+        columns = action.unsqueeze(-1) if self.action.discrete else action
+        parts = [
+            nn.functional.one_hot(column.long(), count).float() if count else column.unsqueeze(-1)
+            for column, count in zip(columns.unbind(-1), self.action.choices, strict=True)
+        ]
+        return torch.cat([*parts, reward.unsqueeze(-1)], -1) * (~first).unsqueeze(-1)
+
+    def unroll(self, batch: Batch, length: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return policy, value and state along a batch, or along its first steps."""
+        extra = None
+        if self.previous:
+            later = self._previous(batch.action, batch.reward, batch.first[1:])
+            extra = torch.cat([batch.record["previous"], later])[:length]
+        observation = map_tree(lambda x: x[:length], batch.observation)
+        return self(observation, batch.first[:length], initial_core(batch), extra)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def act(self, step: Step, carry: dict[str, Tensor], greedy: bool) -> Act:
@@ -83,7 +124,9 @@ class ActorCritic(nn.Module):
         `core` is recorded as it was before the step, and `return` as it is after the step's reward.
         """
         observation = map_tree(lambda x: x.unsqueeze(0), step.observation)
-        policy, value, core = self(observation, step.first.unsqueeze(0), carry.get("core"))
+        seen = self._previous(carry["action"], step.reward, step.first) if self.previous else None
+        extra = None if seen is None else seen.unsqueeze(0)
+        policy, value, core = self(observation, step.first.unsqueeze(0), carry.get("core"), extra)
         policy = policy[0]
         raw = self.head.mode(policy) if greedy else self.head.sample(policy)
         action = self.head.action(raw)
@@ -93,6 +136,8 @@ class ActorCritic(nn.Module):
             record["raw"] = raw
         if core is not None:
             record["core"], after["core"] = carry["core"], core
+        if seen is not None:
+            record["previous"], after["action"] = seen, action
         if self.return_moments is not None:
             earned = (self.gamma * carry["return"] + step.reward) * ~step.first
             record["return"] = after["return"] = earned
@@ -102,10 +147,12 @@ class ActorCritic(nn.Module):
         """Update the running moments, where there are any, from the valid steps of a batch."""
         length = len(batch.action)
         if self.moments is not None:
-            self.moments.update(map_tree(lambda x: x[:length], batch.observation), batch.mask)
+            seen, _ = split_mask(batch.observation)
+            self.moments.update(map_tree(lambda x: x[:length], seen), batch.news)
         if self.return_moments is not None:
             # An opening step has earned nothing yet, and padding is made of opening steps.
-            self.return_moments.update(batch.record["return"][~batch.first[:length]])
+            earned = ~batch.first[:length] if batch.fresh is None else ~batch.first[:length] & batch.fresh
+            self.return_moments.update(batch.record["return"][earned])
 
     def scaled(self, reward: Tensor) -> Tensor:
         """Divide rewards by the standard deviation of the discounted return.
@@ -125,3 +172,8 @@ def raw_action(batch: Batch) -> Tensor:
 def initial_core(batch: Batch) -> Tensor | None:
     """Return the memory's state before the batch, [B, 2·units], or none."""
     return batch.record["core"][0] if "core" in batch.record else None
+
+
+def remembered(network: ActorCriticArchitecture) -> tuple[str, ...]:
+    """The records of which a sequence needs the first only: the memory's state, and what it saw of the last step."""
+    return (*(("core",) if network.lstm else ()), *(("previous",) if network.previous else ()))

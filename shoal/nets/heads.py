@@ -8,6 +8,8 @@ is exact: the environment's action has lost what was clipped or squashed away.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,10 +18,12 @@ from torch.nn.functional import softplus
 
 from shoal.core.errors import ShoalError
 from shoal.core.types import ActionSpec
+from shoal.nets.masks import masked
 from shoal.nets.torsos import orthogonal
 
 POLICY_GAIN = 0.01  # a nearly uniform first policy: arXiv:2006.05990, §3.2
 NODES = 16  # of the quadrature for a squashed Gaussian's entropy: a thousandth of a nat where std is 1 or 2
+SPREADS = (-5.0, 2.0)  # bounds of a log standard deviation that a network predicts: arXiv:1812.05905's own code
 LOG_SQRT_TWO_PI = 0.5 * math.log(2 * math.pi)
 
 
@@ -30,9 +34,9 @@ class Categorical(nn.Module):
         super().__init__()
         self.linear = orthogonal(nn.Linear(features, spec.size), POLICY_GAIN)
 
-    def forward(self, features: Tensor) -> Tensor:
-        """Map [N, F] to a policy [N, A]."""
-        return self.linear(features).log_softmax(-1)  # type: ignore[no-any-return]  # untyped call
+    def forward(self, features: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map [N, F], and which actions are allowed, [N, A], to a policy [N, A]."""
+        return masked(self.linear(features), mask).log_softmax(-1)
 
     def sample(self, policy: Tensor) -> Tensor:
         """Draw from the policy: of clocks that ring at the rates of the probabilities, the first to ring."""
@@ -62,8 +66,8 @@ class Categorical(nn.Module):
 class Gaussian(nn.Module):
     """A vector of independent normal numbers, stretched to the action's bounds and then clipped or squashed.
 
-    The standard deviation is a parameter of its own, the same in every state (arXiv:1707.06347, §6.1). In raw
-    units the bounds are -1 and 1; a number without finite bounds is not stretched.
+    The standard deviation is a parameter of its own, the same in every state (arXiv:1707.06347, §6.1), unless it shall
+    depend on the state. In raw units the bounds are -1 and 1; a number without finite bounds is not stretched.
     """
 
     centre: Tensor
@@ -73,7 +77,7 @@ class Gaussian(nn.Module):
     nodes: Tensor
     weights: Tensor
 
-    def __init__(self, features: int, spec: ActionSpec, squashed: bool) -> None:
+    def __init__(self, features: int, spec: ActionSpec, squashed: bool, state_std: bool = False) -> None:
         super().__init__()
         low, high = np.asarray(spec.low), np.asarray(spec.high)
         bounded = np.isfinite(low) & np.isfinite(high)
@@ -84,7 +88,8 @@ class Gaussian(nn.Module):
             )
         self.squashed = squashed
         self.linear = orthogonal(nn.Linear(features, spec.size), POLICY_GAIN)
-        self.log_std = nn.Parameter(torch.zeros(spec.size))
+        predicted = orthogonal(nn.Linear(features, spec.size), POLICY_GAIN) if state_std else None
+        self.log_std: Any = predicted or nn.Parameter(torch.zeros(spec.size))
         nodes, weights = np.polynomial.hermite_e.hermegauss(NODES)
         constants = {
             "centre": (np.where(bounded, low, 0) + np.where(bounded, high, 0)) / 2,
@@ -97,9 +102,11 @@ class Gaussian(nn.Module):
         for name, value in constants.items():
             self.register_buffer(name, torch.tensor(value, dtype=torch.float32), persistent=False)
 
-    def forward(self, features: Tensor) -> Tensor:
-        """Map [N, F] to a policy [N, 2A]."""
+    def forward(self, features: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map [N, F] to a policy [N, 2A]; there is nothing to mask."""
         mean = self.linear(features)
+        if isinstance(self.log_std, nn.Linear):
+            return torch.cat([mean, self.log_std(features).clamp(*SPREADS)], -1)
         return torch.cat([mean, self.log_std.expand_as(mean)], -1)
 
     def sample(self, policy: Tensor) -> Tensor:
@@ -146,8 +153,71 @@ class Gaussian(nn.Module):
         return (other_log_std - log_std + 0.5 * spread * (-2 * other_log_std).exp() - 0.5).sum(-1)
 
 
-def make_head(features: int, spec: ActionSpec, distribution: str) -> Categorical | Gaussian:
-    """Return the head for an action space; the distribution only matters where actions are continuous."""
+class Joint(nn.Module):
+    """Several independent actions at once; the policy holds those of the parts side by side."""
+
+    def __init__(self, features: int, spec: ActionSpec, distribution: str, state_std: bool = False) -> None:
+        super().__init__()
+        self.heads: Any = nn.ModuleList(make_head(features, part, distribution, state_std) for part in spec.parts)
+        self.widths = [len(part.choices) for part in spec.parts]
+        self.policies = [part.size if part.discrete else 2 * part.size for part in spec.parts]
+        self.masks = [part.size if part.discrete else 0 for part in spec.parts]
+        self.exact = all(part.discrete for part in spec.parts)  # actions are integers
+
+    def _each(self, policy: Tensor, raw: Tensor | None = None) -> Iterator[tuple[Any, Tensor, Tensor]]:
+        """Every head with its part of a policy [..., P], and of raw [..., K]."""
+        rest = policy if raw is None else raw
+        widths = self.policies if raw is None else self.widths
+        pieces = zip(self.heads, torch.split(policy, self.policies, -1), torch.split(rest, widths, -1), strict=True)
+        for head, own, drawn in pieces:
+            yield head, own, drawn.squeeze(-1) if isinstance(head, Categorical) else drawn
+
+    def _side_by_side(self, parts: list[Tensor]) -> Tensor:
+        columns = [part.unsqueeze(-1) if isinstance(head, Categorical) else part
+                   for head, part in zip(self.heads, parts, strict=True)]  # fmt: skip
+        return torch.cat(columns if self.exact else [column.float() for column in columns], -1)
+
+    def forward(self, features: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map [N, F], and which choices are allowed, to a policy [N, P]."""
+        masks = [None] * len(self.heads) if mask is None else torch.split(mask, self.masks, -1)
+        return torch.cat([head(features, own) for head, own in zip(self.heads, masks, strict=True)], -1)
+
+    def sample(self, policy: Tensor) -> Tensor:
+        """Draw from the policy: [..., K]."""
+        return self._side_by_side([head.sample(own) for head, own, _ in self._each(policy)])
+
+    def mode(self, policy: Tensor) -> Tensor:
+        """Return what is most probable of every part."""
+        return self._side_by_side([head.mode(own) for head, own, _ in self._each(policy)])
+
+    def action(self, raw: Tensor) -> Tensor:
+        """Return what the environment takes."""
+        if self.exact:
+            return raw
+        parts = torch.split(raw, self.widths, -1)
+        return torch.cat([head.action(part) for head, part in zip(self.heads, parts, strict=True)], -1)
+
+    def log_prob(self, policy: Tensor, raw: Tensor) -> Tensor:
+        """Return the log-probability of all parts together."""
+        return torch.stack([head.log_prob(own, drawn) for head, own, drawn in self._each(policy, raw)]).sum(0)
+
+    def entropy(self, policy: Tensor) -> Tensor:
+        """Return the entropy in nats."""
+        return torch.stack([head.entropy(own) for head, own, _ in self._each(policy)]).sum(0)
+
+    def kl(self, policy: Tensor, other: Tensor) -> Tensor:
+        """Return KL(policy‖other) in nats."""
+        others = torch.split(other, self.policies, -1)
+        each = [head.kl(own, its) for (head, own, _), its in zip(self._each(policy), others, strict=True)]
+        return torch.stack(each).sum(0)
+
+
+def make_head(
+    features: int, spec: ActionSpec, distribution: str, state_std: bool = False
+) -> Categorical | Gaussian | Joint:
+    """Return the head for an action space; all but the spec only matters where actions are continuous."""
+    if spec.parts:
+        return Joint(features, spec, distribution, state_std)
     if spec.discrete:
         return Categorical(features, spec)
-    return Gaussian(features, spec, squashed=distribution == "squashed")
+    return Gaussian(features, spec, distribution == "squashed", state_std)

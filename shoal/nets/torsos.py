@@ -6,10 +6,11 @@ import math
 from typing import Any, Literal, TypeVar
 
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import Tensor, nn
 
-from shoal.core.errors import ShoalError
+from shoal.core.errors import ShoalError, nearest
+from shoal.core.recipe import find
 from shoal.core.settings import Settings
 from shoal.core.tree import leaves
 from shoal.core.types import ArraySpec
@@ -18,14 +19,17 @@ NATURE_SMALLEST = 36  # the three convolutions of the Nature network leave nothi
 PIECE = 128  # images of 84 × 84 whose activations a processor's cache holds; measured 15 % faster than 672 at once
 RESIDUAL_GAIN = math.sqrt(2 / 6)  # six blocks together then about double the variance, not each of them
 
+TORSOS = ("auto", "mlp", "nature", "resnet")
 Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 
 
 class Architecture(Settings):
     """How observations become features."""
 
-    torso: Literal["auto", "mlp", "nature", "resnet"] = Field(
-        "auto", description="Torso for images; auto takes nature, or mlp below 36 pixels; vectors get an mlp."
+    torso: str = Field(
+        "auto",
+        description="Torso for images: auto, mlp, nature or resnet; auto takes nature, or mlp below 36 pixels; vectors "
+        "get an mlp. Or your own for every array, as `package.module:Class`.",
     )
     hidden: tuple[int, ...] = Field((64, 64), description="Units of each layer of an mlp.")
     activation: Literal["tanh", "relu"] = Field("tanh", description="Activation of an mlp.")
@@ -33,6 +37,16 @@ class Architecture(Settings):
     normalise_observation: bool = Field(
         False, description="Whether to bring floating point observations to mean 0 and variance 1."
     )
+
+    @field_validator("torso")
+    @classmethod
+    def _known(cls, torso: str) -> str:
+        if torso not in TORSOS and ":" not in torso:
+            raise ValueError(
+                f"unknown torso {torso!r}: expected one of {', '.join(TORSOS)}, or your own as package.module:Class"
+                f"{nearest(torso, TORSOS)}"
+            )
+        return torso
 
 
 def orthogonal(layer: Layer, gain: float = math.sqrt(2.0)) -> Layer:
@@ -46,23 +60,32 @@ def orthogonal(layer: Layer, gain: float = math.sqrt(2.0)) -> Layer:
 class Flat(nn.Module):
     """Numbers of any type and shape as float vectors; bytes are brought to [0, 1]."""
 
+    def __init__(self, largest: float = 255.0) -> None:
+        super().__init__()
+        self.scale = 1 / largest
+
     def forward(self, x: Tensor) -> Tensor:
         """Map [N, ...] to [N, F]."""
         flat = x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
-        return flat.float().mul_(1 / 255) if x.dtype == torch.uint8 else flat.float()
+        return flat.float().mul_(self.scale) if x.dtype == torch.uint8 else flat.float()
 
 
 class Pixels(nn.Module):
-    """Images of bytes as floats in [0, 1], laid out as the convolutions like them."""
+    """Images of floats, bytes brought to [0, 1], laid out as the convolutions like them."""
+
+    def __init__(self, largest: float = 255.0) -> None:
+        super().__init__()
+        self.scale = 1 / largest
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [N, C, H, W] to the same shape."""
-        return x.contiguous(memory_format=torch.channels_last).float().mul_(1 / 255)
+        laid_out = x.contiguous(memory_format=torch.channels_last)
+        return laid_out.float().mul_(self.scale) if x.dtype == torch.uint8 else laid_out.float()
 
 
-def mlp(inputs: int, hidden: tuple[int, ...], activation: str) -> nn.Sequential:
+def mlp(inputs: int, hidden: tuple[int, ...], activation: str, largest: float = 255.0) -> nn.Sequential:
     """Return a multi-layer perceptron."""
-    layers: list[nn.Module] = [Flat()]
+    layers: list[nn.Module] = [Flat(largest)]
     for before, after in zip((inputs, *hidden), hidden, strict=False):
         layers += [orthogonal(nn.Linear(before, after)), nn.Tanh() if activation == "tanh" else nn.ReLU()]
     return nn.Sequential(*layers)
@@ -99,18 +122,19 @@ class InPieces(nn.Module):
         return torch.cat([self.body(piece) for piece in x.tensor_split(-(-len(x) // PIECE))])
 
 
-def _convolutions(layers: list[nn.Module], shape: tuple[int, ...], units: int) -> nn.Sequential:
+def _convolutions(layers: list[nn.Module], spec: ArraySpec, units: int) -> nn.Sequential:
     """Close a stack of convolutions with a dense layer, whose inputs a dry run counts."""
     with torch.no_grad():
-        size = nn.Sequential(*layers)(torch.zeros(1, *shape)).numel()
-    pieces = InPieces(nn.Sequential(Pixels(), *layers, nn.Flatten()))
+        size = nn.Sequential(*layers)(torch.zeros(1, *spec.shape)).numel()
+    pieces = InPieces(nn.Sequential(Pixels(spec.largest), *layers, nn.Flatten()))
     whole = nn.Sequential(pieces, orthogonal(nn.Linear(size, units)), nn.ReLU(inplace=True))
     whole.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing from its stub
     return whole
 
 
-def nature(shape: tuple[int, ...]) -> nn.Sequential:
+def nature(spec: ArraySpec) -> nn.Sequential:
     """Return the network of doi:10.1038/nature14236, methods, "Model architecture"."""
+    shape = spec.shape
     if min(shape[1:]) < NATURE_SMALLEST:
         raise ShoalError(
             f"an image of {shape[1]}x{shape[2]} is too small for the nature torso, which needs"
@@ -121,36 +145,45 @@ def nature(shape: tuple[int, ...]) -> nn.Sequential:
     for filters, kernel, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
         layers += [orthogonal(nn.Conv2d(channels, filters, kernel, stride)), nn.ReLU(inplace=True)]
         channels = filters
-    return _convolutions(layers, shape, 512)
+    return _convolutions(layers, spec, 512)
 
 
-def resnet(shape: tuple[int, ...]) -> nn.Sequential:
+def resnet(spec: ArraySpec) -> nn.Sequential:
     """Return the deep network of arXiv:1802.01561, fig. 3 right."""
     layers: list[nn.Module] = []
-    channels = shape[0]
+    channels = spec.shape[0]
     for filters in (16, 32, 32):
         layers += [orthogonal(nn.Conv2d(channels, filters, 3, padding=1), gain=1.0)]
         layers += [nn.MaxPool2d(3, 2, padding=1), Residual(filters), Residual(filters)]
         channels = filters
-    return _convolutions([*layers, nn.ReLU(inplace=True)], shape, 256)
+    return _convolutions([*layers, nn.ReLU(inplace=True)], spec, 256)
 
 
 def is_image(spec: ArraySpec) -> bool:
-    """Whether an observation is an image: bytes of [C, H, W]."""
-    return len(spec.shape) == 3 and spec.dtype == "uint8"
+    """Whether an observation is an image, [C, H, W]."""
+    return len(spec.shape) == 3
 
 
-def _torso(network: Architecture, spec: ArraySpec) -> tuple[nn.Sequential, int]:
+def _torso(network: Architecture, spec: ArraySpec) -> tuple[nn.Module, int]:
     """Return the torso for one array and the number of its features."""
+    if ":" in network.torso:
+        own = find(network.torso)(spec)
+        with torch.no_grad():
+            features = own(torch.zeros(1, *spec.shape, dtype=getattr(torch, spec.dtype)))
+        if features.dim() != 2 or len(features) != 1:
+            raise ShoalError(
+                f"torso {network.torso} maps [N, ...] to {[*features.shape]} for N = 1, not to [N, features]"
+            )
+        return own, features.shape[1]
     choice = network.torso if is_image(spec) else "mlp"
     if choice == "auto":
         choice = "nature" if min(spec.shape[1:]) >= NATURE_SMALLEST else "mlp"
     if choice == "nature":
-        return nature(spec.shape), 512
+        return nature(spec), 512
     if choice == "resnet":
-        return resnet(spec.shape), 256
+        return resnet(spec), 256
     inputs = math.prod(spec.shape)
-    return mlp(inputs, network.hidden, network.activation), (network.hidden or (inputs,))[-1]
+    return mlp(inputs, network.hidden, network.activation, spec.largest), (network.hidden or (inputs,))[-1]
 
 
 class Torso(nn.Module):
@@ -161,7 +194,7 @@ class Torso(nn.Module):
         specs: list[ArraySpec] = [*leaves(observation)]
         if network.torso in ("nature", "resnet") and not any(map(is_image, specs)):
             raise ShoalError(
-                f"torso {network.torso} is for images (uint8 [C, H, W]), but the observation is"
+                f"torso {network.torso} is for images ([C, H, W]), but the observation is"
                 f" {observation}: choose torso auto or mlp"
             )
         built = [_torso(network, spec) for spec in specs]

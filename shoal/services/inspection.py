@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,8 +50,11 @@ class Refusals:
         return news
 
 
-def items_problem(items: Mapping[str, Any], priority: Array | None, choices: int) -> str:
-    """What is wrong with items of experience, empty if nothing; discrete actions lie below `choices`."""
+def items_problem(items: Mapping[str, Any], priority: Array | None, choices: Sequence[int]) -> str:
+    """What is wrong with items of experience, empty if nothing.
+
+    `choices` has the number of choices for each number of an action, 0 where it is continuous.
+    """
     version = items["version"]
     if not isinstance(version, np.ndarray) or version.dtype.kind not in "iu" or version.ndim != 1 or not len(version):
         return "their versions are not a list of integers"
@@ -64,12 +67,22 @@ def items_problem(items: Mapping[str, Any], priority: Array | None, choices: int
     if problems := not_finite({key: value for key, value in items.items() if key != "record"}):
         return problems[0]
     action = items.get("action")
-    if choices and action is not None:
-        if action.dtype.kind not in "iu":
-            return f"actions are of type {action.dtype}, not integers below {choices}"
-        if action.size and (action.min() < 0 or action.max() >= choices):
-            return f"an action lies outside 0 to {choices - 1}"
+    if any(choices) and action is not None and (problem := action_problem(action, choices)):
+        return problem
     return "" if priority is None else priority_problem(priority, len(version))
+
+
+def action_problem(action: Array, choices: Sequence[int]) -> str:
+    """What is wrong with actions [T, B] or [T, B, K], empty if nothing."""
+    if all(choices) and action.dtype.kind not in "iu":
+        return f"actions are of type {action.dtype}, not integers below {max(choices)}"
+    columns = action.reshape(-1, len(choices)) if action.size % len(choices) == 0 else action.reshape(-1, 1)
+    if columns.shape[1] != len(choices) or (len(choices) > 1 and action.shape[-1] != len(choices)):
+        return f"actions of shape {action.shape} do not have {len(choices)} numbers each"
+    for column, count in zip(columns.T, choices, strict=True):
+        if count and column.size and (column.min() < 0 or column.max() >= count or (column % 1).any()):
+            return f"an action lies outside 0 to {count - 1}"
+    return ""
 
 
 def priority_problem(priority: Array, count: int) -> str:

@@ -12,6 +12,7 @@ from shoal.core.caller import caller
 from shoal.core.means import Means
 
 FAULTS = 20  # reports that wait for the recorder
+PULLS = 1_000  # of bandits that are remembered
 LONGEST = 20_000  # characters of one
 
 
@@ -32,6 +33,7 @@ class Journal:
         self.recorded = len(self.evaluations)  # how many the recorder has
         self.faults: deque[str] = deque(maxlen=FAULTS)
         self.choices: deque[list[float]] = deque(maxlen=10_000)  # since the recorder last asked
+        self.recent = deque[list[float]](state.get("pulls", ()), maxlen=PULLS)  # the newest choices
         self.checkpoint: dict[str, float] | None = None
         self.stopped_by = ""
 
@@ -71,6 +73,11 @@ class Journal:
         self.counts["faults"] += len(faults)
         self.faults.extend(str(fault)[:LONGEST] for fault in faults[-FAULTS:])
         self.choices.extend(pulled)
+        self.recent.extend(pulled)
+
+    def pulls(self) -> list[list[float]]:
+        """The newest pulls of bandits, each as [arm, score]: what a new bandit can know."""
+        return [*self.recent]
 
     def report(self, problem: str) -> None:
         """Note something that the user should know."""
@@ -136,6 +143,7 @@ class Journal:
             "metrics": dict(self.metrics),
             "episodes": [list(episode) for episode in self.episodes],
             "evaluations": list(self.evaluations),
+            "pulls": [*self.recent],
         }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -36,11 +36,17 @@ class Queue:
     """
 
     def __init__(
-        self, capacity: int, batch: int = 1, max_lag: int | None = None, choices: int = 0, exact: bool = False
+        self,
+        capacity: int,
+        batch: int = 1,
+        max_lag: int | None = None,
+        choices: Sequence[int] = (),
+        exact: bool = False,
     ) -> None:
         """Hold at most `capacity` items; a batch of them is at most `max_lag` versions old.
 
-        Discrete actions lie below `choices`. Under `exact` the clock decides nothing.
+        `choices` has the number of choices for each number of an action, 0 where it is continuous. Under `exact` the
+        clock decides nothing.
         """
         self.capacity, self.batch, self.max_lag, self.choices, self.exact = capacity, batch, max_lag, choices, exact
         self.memory: Any = None  # as the items, [T or T+1, capacity, ...]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,10 +27,12 @@ class Replay:
     Every item has a key that is never given again; a key whose item was overwritten is ignored.
     """
 
-    def __init__(self, settings: Replaying, batch: int, overlap: int = 0, stack: Any = 1, choices: int = 0) -> None:
+    def __init__(
+        self, settings: Replaying, batch: int, overlap: int = 0, stack: Any = 1, choices: Sequence[int] = ()
+    ) -> None:
         """Draw `batch` items at a time; `overlap` steps of each sequence are those of the previous one.
 
-        Discrete actions lie below `choices`.
+        `choices` has the number of choices for each number of an action, 0 where it is continuous.
         """
         self.settings, self.batch, self.overlap, self.stack, self.choices = settings, batch, overlap, stack, choices
         self.capacity = settings.capacity
@@ -40,6 +42,7 @@ class Replay:
         self.keys = np.full(self.capacity, -1, np.int64)
         self.version = np.zeros(self.capacity, np.int64)
         self.arrived = np.zeros(self.capacity, np.int64)  # the learner's version when an item arrived
+        self.fresh = np.zeros(self.capacity, np.bool_)  # not drawn yet
         self.sums = SumTree(self.capacity)
         self.highest = 1.0  # the highest priority so far, which an item without one gets
         self.inserted = self.filled = self.drawn = self.steps = 0
@@ -75,6 +78,7 @@ class Replay:
         for name, value in leaves.items():
             self._write(name, slots, value)
         self.keys[slots], self.version[slots], self.arrived[slots] = keys, versions, self.next
+        self.fresh[slots] = True
         if priority is None:
             priority = np.full(count, self.highest)
         self.sums.set(slots, self._sharpen(priority))
@@ -100,7 +104,11 @@ class Replay:
         self.drawn, self.next = self.drawn + size, version + 1
         self.ages = ages(version, self.version[slots], self.arrived[slots])
         batch = nested({name: self._read(name, slots) for name in self.memory})
-        return {**batch, "key": self.keys[slots], "version": self.version[slots], "weight": weight}
+        fresh = np.zeros(size, np.bool_)
+        fresh[np.unique(slots, return_index=True)[1]] = True  # an item may be drawn twice at once
+        fresh &= self.fresh[slots]
+        self.fresh[slots] = False
+        return {**batch, "key": self.keys[slots], "version": self.version[slots], "weight": weight, "fresh": fresh}
 
     def update(self, key: Array, priority: Array) -> None:
         """Set priorities; keys of overwritten items are ignored, and invalid priorities refused."""
@@ -137,7 +145,8 @@ class Replay:
             saved[f"shape|{name}"] = np.array(self.shapes[name])
         counts = np.array([self.inserted, self.filled, self.drawn, self.steps, self.next])
         priorities = self.sums.values.reshape(-1)[: self.capacity]
-        rest = {"keys": self.keys, "version": self.version, "arrived": self.arrived, "priorities": priorities}
+        rest = {"keys": self.keys, "version": self.version, "arrived": self.arrived, "fresh": self.fresh}
+        rest["priorities"] = priorities
         return {**saved, **rest, "counts": counts, "highest": np.array(self.highest)}
 
     def restore(self, saved: Mapping[str, Array]) -> None:
@@ -149,6 +158,7 @@ class Replay:
         self.inserted, self.filled, self.drawn, self.steps, self.next = saved["counts"].tolist()
         self.highest = float(saved["highest"])
         self.keys[:], self.version[:], self.arrived[:] = saved["keys"], saved["version"], saved["arrived"]
+        self.fresh[:] = saved["fresh"]
         self.sums.set(np.arange(self.capacity), saved["priorities"])
         for key, array in saved.items():
             kind, _, name = key.partition("|")

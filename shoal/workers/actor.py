@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from shoal.core.algorithm import HasChoices
 from shoal.core.randomness import derive, seed_everything
 from shoal.core.rights import calls
 from shoal.core.settings import at
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from shoal.services.parameters import Parameters
 
 
-@calls(store=("put", "admit"), parameters=("fetch", "status"), journal=("acted",))
+@calls(store=("put", "admit"), parameters=("fetch", "status"), journal=("acted", "pulls"))
 def act(
     experiment: Experiment, index: int, period: int, store: Store, parameters: Parameters, journal: Journal
 ) -> Work:
@@ -53,8 +54,9 @@ def fill(
     journal: Journal,
 ) -> Work:
     """Act until a new period begins."""
-    algorithm, puts = experiment.algorithm, 0
-    rollout = Rollout(experiment, index, envs, policy.net, policy.device)
+    puts = 0
+    pulls = journal.pulls() if isinstance(experiment.algorithm, HasChoices) else ()
+    rollout = Rollout(experiment, index, envs, policy.net, policy.device, pulls)
     while policy.version < 0 and not policy.follow(parameters):
         yield False
 
@@ -65,6 +67,7 @@ def fill(
         return status is not None and status["period"] != policy.period
 
     while True:
+        algorithm = at(experiment.algorithm, policy.steps, experiment.steps)
         while experiment.max_lag is not None and not store.admit(index, policy.version, experiment.envs):
             yield False
             if over():
@@ -86,4 +89,3 @@ def fill(
             return
         if puts % experiment.refresh == 0:
             policy.follow(parameters)
-        algorithm = at(experiment.algorithm, policy.steps / experiment.steps)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from shoal.core.algorithm import Algorithm
+from shoal.core.algorithm import Algorithm, HasChoices
 from shoal.core.doing import FIRST, Seldom
 from shoal.core.means import Means
 from shoal.core.randomness import derive, seed_everything
@@ -18,6 +18,7 @@ from shoal.core.tree import to_numpy, to_torch
 from shoal.core.types import INTERRUPTED, Act, Step, Work
 from shoal.envs import Envs, Episode, make
 from shoal.workers.follower import Follower
+from shoal.workers.rollout import first_carry
 
 if TYPE_CHECKING:
     from shoal.experiment import Experiment
@@ -31,7 +32,7 @@ PATIENCE = 200  # steps between questions whether the score is still wanted, and
 
 @calls(
     parameters=("status", "fetch"),
-    journal=("last_evaluated", "stopping", "acted", "evaluated", "report"),
+    journal=("last_evaluated", "stopping", "acted", "evaluated", "report", "pulls"),
     checkpoints=("save_best",),
 )
 def evaluate(experiment: Experiment, parameters: Parameters, journal: Journal, checkpoints: Checkpoints) -> Work:
@@ -61,7 +62,8 @@ def evaluate(experiment: Experiment, parameters: Parameters, journal: Journal, c
                 seed_everything(derive(own, policy.steps, "choices"))
             ended: list[Episode] = []
             begun = time.monotonic()
-            playing = play(experiment.algorithm, policy, envs, experiment.evaluation.episodes)
+            pulls = journal.pulls() if isinstance(experiment.algorithm, HasChoices) else []
+            playing = play(experiment.algorithm, policy, envs, experiment.evaluation.episodes, pulls=pulls)
             for instant, ended in enumerate(playing, 1):
                 if instant % PATIENCE:
                     continue
@@ -74,7 +76,7 @@ def evaluate(experiment: Experiment, parameters: Parameters, journal: Journal, c
             result = summarise(policy.steps, ended)
             journal.acted([], envs.faults())
             over = journal.evaluated(result)
-            best = {"weights": to_numpy(policy.net.state_dict()), "state": result}
+            best = {"weights": to_numpy(policy.net.state_dict()), "state": {**result, "pulls": pulls}}
             if problem := checkpoints.save_best(best):
                 journal.report(problem)
             if over:
@@ -111,17 +113,18 @@ def play(
     envs: Envs,
     count: int,
     chosen: Callable[[Step, Any, Act], None] = lambda step, carry, choice: None,
+    pulls: Sequence[list[float]] = (),
 ) -> Iterator[list[Episode]]:
     """Play `count` whole episodes, the same number in every environment but for the remainder.
 
     Yields those that ended so far, after every step; `chosen` is called with each step, the carry at it, and the
-    choice. Taking the episodes that end first would favour short ones.
+    choice; `pulls` are a bandit's so far. Taking the episodes that end first would favour short ones.
     """
     size = envs.size
     wanted = np.full(size, count // size) + (np.arange(size) < count % size)
     kept: list[Episode] = []
     envs.episodes()
-    step, carry = envs.reset(), algorithm.begin(policy.net, size)
+    step, carry = envs.reset(), first_carry(algorithm, policy.net, size, pulls)
     yield kept
     while wanted.any():
         torch.set_num_threads(1)  # every time, since workers of one process share the number

@@ -13,15 +13,15 @@ from torch import nn
 from shoal.core.algorithm import Algorithm, HasValues
 from shoal.core.types import Act, Array, Step
 from shoal.display.video import Video
-from shoal.envs import Episode
+from shoal.envs import Envs, Episode
 
 
 class EpisodeWriter:
     """Receives every choice and every frame of one environment, and writes a video and a JSON file per episode."""
 
-    def __init__(self, folder: Path, fps: float, algorithm: Algorithm[Any], net: nn.Module) -> None:
-        """Write into a folder."""
-        self.folder, self.fps, self.algorithm, self.net = folder, fps, algorithm, net
+    def __init__(self, folder: Path, envs: Envs, algorithm: Algorithm[Any], net: nn.Module) -> None:
+        """Write into a folder what happens in the first environment."""
+        self.folder, self.envs, self.algorithm, self.net = folder, envs, algorithm, net
         self.hidden = {*algorithm.experience.initial} - {"arm"}  # recurrent states, which mean nothing to people
         self.written: list[Path] = []
         self.steps: list[dict[str, Any]] = []
@@ -44,7 +44,7 @@ class EpisodeWriter:
         if step.first[0]:
             self.steps.clear()  # what was chosen after the end of an episode leads nowhere
         elif self.steps:
-            self.steps[-1]["reward"] = float(step.reward[0])
+            self.steps[-1]["reward"] = float(self.envs.points[0])
         values = self.algorithm.values(self.net, step, carry) if isinstance(self.algorithm, HasValues) else {}
         tensors = {**choice.record, **values}
         numbers = {name: value[0].tolist() for name, value in tensors.items() if name not in self.hidden}
@@ -53,7 +53,7 @@ class EpisodeWriter:
     def show(self, frame: Array, ended: Sequence[Episode]) -> None:
         """Take a frame; when another episode has ended, finish its files."""
         if self.film is None:
-            self.film = Video(self.folder / f"episode_{self.ended + 1}.mp4", self.fps)
+            self.film = Video(self.folder / f"episode_{self.ended + 1}.mp4", self.envs.fps)
             self.film.__enter__()
         self.film.add(frame)
         if len(ended) > self.ended:

@@ -103,7 +103,7 @@ def act_and_learn(
     rollout, means = Rollout(experiment, index, envs, model.own, CPU), Means()
     while not over(experiment, model) and block["period"] == period:
         now, before = model.now(), rollout.steps
-        algorithm = at(experiment.algorithm, min((now.steps + int(block["elsewhere"])) / experiment.steps, 1.0))
+        algorithm = at(experiment.algorithm, now.steps + int(block["elsewhere"]), experiment.steps)
         model.follow()
         model.own.eval()
         while (items := rollout.act(algorithm, now.updates)) is None:

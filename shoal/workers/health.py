@@ -44,7 +44,7 @@ class Health:
         if self.checkpoints is not None:
             arrays = {
                 name: value.cpu().numpy() if isinstance(value, torch.Tensor) else value
-                for name, value in flat(batch._asdict())
+                for name, value in flat(batch.arrays())
             }
             words.append(f"its batch is in {self.checkpoints.save_batch(arrays)}")
         if self.saver is not None and self.saver.good is not None:
@@ -55,5 +55,5 @@ class Health:
 def wrong_in(net: nn.Module, batch: Batch) -> str:
     """The arrays of a batch, the weights and the gradients that hold a number which is not finite."""
     gradients = {name: part.grad for name, part in net.named_parameters() if part.grad is not None}
-    found = not_finite({"batch": batch._asdict(), "weights": net.state_dict(), "gradient": gradients})
+    found = not_finite({"batch": batch.arrays(), "weights": net.state_dict(), "gradient": gradients})
     return ", ".join(found) or "only the loss"

@@ -72,7 +72,7 @@ def learn(
             continue
         torch.set_num_threads(experiment.learner_threads)
         batch = to_batch(tree, model.device)
-        present = at(algorithm, now.steps / experiment.steps)
+        present = at(algorithm, now.steps, experiment.steps)
         metrics = {
             "lag": float((now.version - batch.version).mean()),
             **{name: store.status()[name] for name in ("age_of_weights", "age_of_data")},
@@ -104,7 +104,7 @@ def learn(
 
 def draw(experiment: Experiment, store: Store, now: Progress) -> Mapping[str, Tree] | None:
     """A batch to learn from, or None."""
-    beta = experiment.replay.beta.at(now.steps / experiment.steps).now if experiment.replay else 1.0
+    beta = experiment.replay.beta.at(now.steps, experiment.steps).now if experiment.replay else 1.0
     return store.get(experiment.batch_size, now.version, beta)
 
 

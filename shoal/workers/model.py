@@ -9,7 +9,8 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import nn
 
-from shoal.core.algorithm import Algorithm, HasCapture, HasEpochs, HasMinibatches, HasTarget
+from shoal.core.algorithm import Algorithm, HasCapture, HasEpochs, HasMinibatches, HasTarget, HasTargetKl
+from shoal.core.errors import Fatal
 from shoal.core.tree import map_tree, to_numpy
 from shoal.core.types import Array, Batch, Loss, Spec
 from shoal.workers.graph import Captured
@@ -153,6 +154,7 @@ def update(
     prepared = algorithm.prepare(net, batch)
     epochs = algorithm.epochs if isinstance(algorithm, HasEpochs) else 1
     minibatches = algorithm.minibatches if isinstance(algorithm, HasMinibatches) else 1
+    most = algorithm.target_kl if isinstance(algorithm, HasTargetKl) else None
     whole = epochs == minibatches == 1
     sums: dict[str, torch.Tensor] = {}
     pieces = 0
@@ -161,6 +163,8 @@ def update(
         pieces += 1
         for name, value in loss.metrics.items():
             sums[name] = sums.get(name, 0.0) + value.detach()
+        if most is not None and loss.metrics["kl"] > most:
+            break
     # One copy for all of it: every look at a GPU's number waits for the GPU.
     numbers = torch.cat([loss.priority.detach(), *(value.reshape(1) for value in sums.values())]).cpu().numpy()
     totals = dict(zip(sums, numbers[len(loss.priority) :].tolist(), strict=True))
@@ -174,6 +178,8 @@ def update(
 def shuffled(batch: Batch, epochs: int, minibatches: int) -> Iterator[Batch]:
     """Shuffle the items again for each epoch, and deal them into minibatches."""
     size = batch.action.shape[1]
+    if minibatches > size:
+        raise Fatal(f"algorithm.minibatches {minibatches}: this batch has only {size} items to be cut into them")
     for _ in range(epochs):
         order = torch.randperm(size)
         for piece in order.tensor_split(minibatches):

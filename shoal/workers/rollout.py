@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,19 +20,34 @@ if TYPE_CHECKING:
     from shoal.services.journal import Journal
 
 
+def first_carry(algorithm: Algorithm[Any], net: nn.Module, size: int, pulls: Sequence[list[float]]) -> Any:
+    """What `size` environments begin with; where a bandit chooses, it knows earlier pulls."""
+    carry = algorithm.begin(net, size)
+    return algorithm.informed(carry, pulls) if pulls and isinstance(algorithm, HasChoices) else carry
+
+
 class Rollout:
     """The environments of one worker, from their first observations on."""
 
-    def __init__(self, experiment: Experiment, index: int, envs: Envs, net: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        index: int,
+        envs: Envs,
+        net: nn.Module,
+        device: torch.device,
+        pulls: Sequence[list[float]] = (),
+    ) -> None:
         """Begin an episode in every environment of the worker with this index."""
         algorithm, size = experiment.algorithm, envs.size
         self.envs, self.net, self.device = envs, net, device
-        # Each environment of each worker has its place between 0 and 1, from which exploration is derived.
-        places = np.arange(index * size, (index + 1) * size) / max(experiment.actor_count * size - 1, 1)
+        # Each environment of each worker has its place between 0 and 1, from which exploration is derived. It is the
+        # middle of its share: at the very ends, one of few environments would do hardly anything but explore.
+        places = (np.arange(index * size, (index + 1) * size) + 0.5) / (experiment.actor_count * size)
         self.rank = torch.as_tensor(places, dtype=torch.float32, device=device)
         self.packer = packing.make(algorithm.experience, size)
         self.chunk = packing.Chunk(experiment.chunk)
-        self.step, self.carry = envs.reset(), algorithm.begin(net, size)
+        self.step, self.carry = envs.reset(), first_carry(algorithm, net, size, pulls)
         self.packer.observe(self.step)
         self.steps = 0  # without the dummy steps that lead to the first observation of an episode
 

@@ -79,6 +79,6 @@ def test_settings():
     assert isinstance(algorithm, Algorithm)
     assert algorithm.experience == Sequence(5)
     assert A3c(network=LSTM, unroll=7).experience == Sequence(7, initial=("core",))
-    assert at(algorithm, 1.0).lr.now == 0.0
+    assert at(algorithm, 1, 1).lr.now == 0.0
     with pytest.raises(ValidationError, match="set replay_ratio instead"):
         A3c(replay=Replaying(samples_per_insert=2.0))

@@ -217,7 +217,7 @@ def test_dqn_explores_less_and_less(specs):
     algorithm = Dqn(network=SMALL, epsilon={"start": 1.0, "end": 0.2}, evaluation_epsilon=0.0)
     net, size = algorithm.build(specs["discrete"]), 20_000
     for progress, epsilon in ((0.0, 1.0), (0.5, 0.6), (1.0, 0.2)):
-        chosen, best = choices(at(algorithm, progress), net, specs["discrete"], torch.zeros(size), size)
+        chosen, best = choices(at(algorithm, progress, 1), net, specs["discrete"], torch.zeros(size), size)
         assert (chosen == best).float().mean() == pytest.approx(1 - epsilon + epsilon / 3, abs=0.015)
     chosen, best = choices(algorithm, net, specs["discrete"], None, size)
     assert torch.equal(chosen, best)
@@ -309,12 +309,12 @@ def test_updates_lower_the_loss_of_their_batch(specs, algorithm):
 def test_nested_schedules_move_with_the_run():
     algorithm = Dqn(replay={"beta": {"start": 0.4, "end": 1.0}, "capacity": 7}, epsilon=0.1)
     for progress, beta in ((0.0, 0.4), (0.5, 0.7), (1.0, 1.0)):
-        moved = at(algorithm, progress)
+        moved = at(algorithm, progress, 1)
         assert moved.replay.beta.now == pytest.approx(beta)
         assert moved.replay.capacity == 7
     assert algorithm.replay.beta.now == 0.4  # settings are frozen: what moved is another
     constant = Dqn(replay={"beta": 0.6}, epsilon=0.1)
-    assert at(constant, 0.5) is constant
+    assert at(constant, 0.5, 1) is constant
 
 
 def test_settings():

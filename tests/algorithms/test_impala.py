@@ -79,5 +79,5 @@ def test_settings():
     assert isinstance(algorithm, Algorithm)
     assert algorithm.experience == Sequence(20)
     assert Impala(network=LSTM, unroll=5).experience == Sequence(5, initial=("core",))
-    assert at(algorithm, 0.5).lr.now == pytest.approx(3e-4)
+    assert at(algorithm, 5, 10).lr.now == pytest.approx(3e-4)
     assert Impala(lr=Schedule(start=1.0)).lr.now == 1.0

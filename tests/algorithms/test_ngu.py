@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 ACTIONS = 3
 NETWORK = {"network": Architecture(hidden=(8,), activation="relu", lstm=6), "embedding": 5, "head": 7}
 ARMS = {"arms": 4, "beta": 0.7, "gamma": 0.95, "gamma_last": 0.8, "bandit_epsilon": 0.0}
-CUT = {"n": 3, "unroll": 6, "burn_in": 0, "overlap": 2}
+CUT = {"lambda_": 0.9, "unroll": 6, "burn_in": 0, "overlap": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -272,23 +272,23 @@ def slow_errors(algorithm: Ngu, played: Played, item: int, net: Any, target: Any
     gamma, beta = slow_gamma(algorithm, arm), slow_beta(algorithm, arm)
     online = {each: slow_values(net, played, item, each, algorithm.arms) for each in PARTS}
     judged = slow_values(target, played, item, part, algorithm.arms)
+    best = [slow_best(*pair, beta) for pair in zip(online["extrinsic"], online["intrinsic"], strict=True)]
     last = len(judged) - 1
-    if part == "intrinsic" and last == len(played.batch.action):
-        last -= 1  # the novelty after the last step is not known
+    if last == len(played.batch.action):
+        last -= 1  # how new the last observation is, is not known
+    taken = [int(played.actions[start + t][b]) for t in range(last)]
     errors = {}
     for t in range(last):
-        total, reached, over = 0.0, t, False
-        while reached < last and reached - t < algorithm.n and not over:
-            then = played.steps[start + reached + 1]
-            earned = then.reward[b] if part == "extrinsic" else played.records[start + reached + 1]["novelty"][b]
-            total += gamma ** (reached - t) * float(earned)
-            over = then.discount[b] == 0
-            reached += 1
-        if not over:
-            best = slow_best(online["extrinsic"][reached], online["intrinsic"][reached], beta)
-            total += gamma ** (reached - t) * slow_h_inverse(judged[reached][best])
+        goal, weight = slow_h_inverse(judged[t][taken[t]]), 1.0
+        for k in range(t, last):  # Retrace as a sum over the steps that follow
+            then = played.steps[start + k + 1]
+            earned = then.reward[b] if part == "extrinsic" else played.records[start + k + 1]["novelty"][b]
+            future = 0.0 if then.discount[b] == 0 else slow_h_inverse(judged[k + 1][best[k + 1]])
+            goal += weight * (float(earned) + gamma * future - slow_h_inverse(judged[k][taken[k]]))
+            if k + 1 < last:
+                weight *= gamma * algorithm.lambda_ * (taken[k + 1] == best[k + 1])
         if t >= algorithm.burn_in or played.steps[start].first[b]:
-            errors[t] = slow_h(total) - online[part][t][played.actions[start + t][b]]
+            errors[t] = slow_h(goal) - online[part][t][taken[t]]
     return errors
 
 
@@ -319,17 +319,17 @@ BURN_IN = {"burn_in": 3, "overlap": 3}
 
 @pytest.mark.parametrize("changes", [{}, BURN_IN, {"arms": 2, "eta": 0.3, "dueling": False}])
 def test_loss_is_the_papers_for_one_step(specs, changes):
-    assert check_loss(small(n=1, **changes), specs["discrete"], ends=None) > 10
+    assert check_loss(small(lambda_=0.0, **changes), specs["discrete"], ends=None) > 10
 
 
-@pytest.mark.parametrize("changes", [{}, BURN_IN, BURN_IN | {"n": 20}])
+@pytest.mark.parametrize("changes", [{}, BURN_IN, BURN_IN | {"lambda_": 1.0}])
 def test_loss_is_the_papers_where_the_episode_ends(specs, changes):
     assert check_loss(small(**changes), specs["discrete"], ends=True) > 3
 
 
 @pytest.mark.parametrize("changes", [{}, BURN_IN])
 def test_loss_is_the_papers_where_the_episode_goes_on(specs, changes):
-    """The novelty that the last step leads to is not known: returns stop before it, and do not take it for 0."""
+    """How new the last observation is, is not known: returns stop before it, and do not take it for old."""
     assert check_loss(small(**changes), specs["discrete"], ends=False) > 5
 
 
@@ -366,6 +366,7 @@ def test_gradients_reach_the_burn_in_of_an_opening_only(specs):
     algorithm.loss(net, wander(net), batch).each.sum().backward()
     for item in range(len(played.places)):
         last, opens = played.real(item) - 1, bool(batch.first[0, item])
+        last = min(last, len(novelty) - 1)  # the last step of a full sequence is not learned from
         expected = [t < last and (t >= 3 or opens) for t in range(len(novelty))]
         assert (novelty.grad[:, item] != 0).tolist() == expected
     assert {*batch.first[0].tolist()} == {True, False}

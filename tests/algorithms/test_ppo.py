@@ -11,6 +11,7 @@ from shoal.core.algorithm import Algorithm
 from shoal.core.tree import leaves, map_tree
 from shoal.core.types import ActionSpec, ArraySpec, Batch, Sequence, Spec, Step
 from shoal.nets.actor_critic import ActorCriticArchitecture
+from shoal.workers.model import Model
 from tests.algorithms.conftest import wander
 
 SMALL = ActorCriticArchitecture(hidden=(8,))
@@ -225,3 +226,14 @@ def test_ppo_learns_to_name_what_it_sees(continuous):
         net, Step(torch.eye(3), torch.zeros(3), torch.ones(3), torch.ones(3, dtype=torch.bool)), {}, None
     )
     assert score(greedy.action, lights).mean() > 0.9
+
+
+@pytest.mark.parametrize(("most", "pieces"), [(None, 12), (1e9, 12), (1e-12, 2)])
+def test_passes_stop_where_the_policy_has_moved_too_far(specs, rollout, most, pieces):
+    torch.manual_seed(0)
+    algorithm = Ppo(lr=1e-2, epochs=4, minibatches=3, target_kl=most)
+    model = Model(algorithm, specs["discrete"], torch.device("cpu"))
+    batch = rollout(algorithm, model.net, specs["discrete"])
+    _, updates, metrics = model.update(algorithm, batch, 0)
+    assert updates == pieces  # before the first, the policy is still that which acted
+    assert metrics["kl"] > 0

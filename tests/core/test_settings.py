@@ -25,22 +25,28 @@ class Two(Settings):
         ({"start": 1, "end": 9, "shape": "linear"}, [1, 3, 5, 9]),
         ({"start": 16, "end": 0, "shape": "polynomial"}, [16, 9, 4, 0]),
         ({"start": 65, "end": 1, "shape": "polynomial", "power": 3}, [65, 28, 9, 1]),
+        ({"start": 8, "end": 0, "until": 0.5}, [8, 4, 0, 0]),
+        ({"start": 8, "end": 0, "until": 200}, [8, 4, 0, 0]),
+        ({"start": 8, "end": 0, "until": 800}, [8, 7, 6, 4]),
+        ({"start": 8, "shape": "constant", "warmup": 0.5}, [0, 4, 8, 8]),
+        ({"start": 8, "end": 0, "warmup": 200}, [0, 3, 4, 0]),
     ],
 )
 def test_shapes(written, expected):
     schedule = Schedule.model_validate(written)
-    assert schedule.now == expected[0]
-    assert [schedule.at(progress).now for progress in (0, 0.25, 0.5, 1)] == expected
+    assert schedule.now == schedule.start
+    assert [schedule.at(steps, 400).now for steps in (0, 100, 200, 400)] == expected
+    assert Schedule.model_validate(schedule.model_dump()) == schedule
 
 
 @pytest.mark.parametrize(("progress", "expected"), [(-1, 8), (2, 0)])
 def test_progress_beyond_the_run_stays_at_its_ends(progress, expected):
-    assert Schedule(start=8, end=0).at(progress).now == expected
+    assert Schedule(start=8, end=0).at(progress, 1).now == expected
 
 
 def test_moving_begins_from_the_start_each_time():
     schedule = Schedule(start=8, end=0)
-    assert schedule.at(0.5).at(0.25).now == 6
+    assert schedule.at(0.5, 1).at(0.25, 1).now == 6
     assert schedule.now == 8
 
 
@@ -52,7 +58,18 @@ def test_a_number_may_be_written_as_text(written):
 
 @pytest.mark.parametrize(
     "written",
-    ["much", True, None, [1], {}, {"start": 1, "end": 0, "shape": "cosine"}, {"start": 1, "power": 0}, {"begin": 1}],
+    [
+        "much",
+        True,
+        None,
+        [1],
+        {},
+        {"start": 1, "end": 0, "shape": "cosine"},
+        {"start": 1, "power": 0},
+        {"begin": 1},
+        {"start": 1, "until": 0},
+        {"start": 1, "warmup": -1},
+    ],
     ids=str,
 )
 def test_what_is_no_schedule_is_refused(written):
@@ -81,18 +98,18 @@ def test_written_down_and_read_back(schedule, written):
 
 
 def test_the_present_value_is_not_written_down():
-    moved = at(Two(), 0.5)
+    moved = at(Two(), 0.5, 1)
     assert moved.rate.now == 4
     assert Two.model_validate(moved.model_dump(mode="json")) == Two()
 
 
 def test_schedules_of_settings_move_together_and_the_rest_stays():
     settings = Two(size=5)
-    moved = at(settings, 0.75)
+    moved = at(settings, 75, 100)
     assert (moved.rate.now, moved.size) == (2, 5)
     assert settings.rate.now == 8
     constant = Two(rate=1.0)
-    assert at(constant, 0.75) is constant
+    assert at(constant, 75, 100) is constant
 
 
 def test_settings_are_frozen():
@@ -111,4 +128,4 @@ def test_an_unknown_key_or_a_wrong_value_is_refused(wrong):
 def test_the_schema_takes_a_bare_number_too():
     number, whole = Schedule.model_json_schema()["anyOf"]
     assert number == {"type": "number"}
-    assert list(whole["properties"]) == ["start", "end", "shape", "power"]
+    assert list(whole["properties"]) == ["start", "end", "shape", "power", "until", "warmup"]

@@ -148,13 +148,30 @@ def test_steps_are_not_overwritten():
 def test_scores_are_true_where_rewards_are_clipped():
     settings = {"size": 1, "max_frames": 2000, "noop_max": 0}
     worlds, clipped = play("SpaceInvaders", 600, **settings)
-    _, real = play("SpaceInvaders", 600, evaluation=True, **settings)
+    _, real = play("SpaceInvaders", 600, clip_rewards=False, **settings)
     assert column(clipped, "reward").max() == 1
     assert column(real, "reward").max() >= 5
     np.testing.assert_array_equal(column(clipped, "reward"), np.clip(column(real, "reward"), -1, 1))
     np.testing.assert_array_equal(column(clipped, "reward"), np.sign(column(real, "reward")))
     end = np.flatnonzero(column(real, "first"))[1]
     assert worlds.episodes()[0].score == column(real, "reward")[:end].sum()
+
+
+def test_an_evaluation_sees_the_rewards_that_training_saw():
+    settings = {"size": 1, "max_frames": 2000, "noop_max": 0}
+    worlds, steps = play("SpaceInvaders", 600, evaluation=True, **settings)
+    assert column(steps, "reward").max() == 1
+    assert worlds.episodes()[0].score >= 5
+    worlds = make(Environment(id="ALE/SpaceInvaders-v5"), 1, seed=0, evaluation=True)
+    assert worlds.clipped(np.array([30.0])).tolist() == [1.0]
+    worlds.reset()
+    points = []
+    for _ in range(200):
+        step = worlds.step(np.array([1]))
+        points.append(worlds.points[0])
+        assert np.clip(points[-1], -1, 1) == step.reward[0]
+    assert max(points) >= 5
+    worlds.close()
 
 
 def test_without_clipping():

@@ -15,7 +15,7 @@ from shoal.core.errors import Fatal
 from shoal.core.tree import map_tree
 from shoal.core.types import ActionSpec, ArraySpec
 from shoal.envs import Environment, make
-from shoal.envs.gymnasium import actions, observations
+from shoal.envs.spaces import actions, observations
 
 
 def written(space, value):
@@ -32,18 +32,48 @@ def test_boxes():
     assert spec == ArraySpec((2,), "float32")
     np.testing.assert_array_equal(array, np.array([0.1, 0.2], np.float32))
     assert written(spaces.Box(0, 9, (2,), np.int64), np.array([3, 4]))[0] == ArraySpec((2,), "float32")
-    assert written(spaces.Box(0, 255, (2,), np.uint8), np.array([3, 4]))[0] == ArraySpec((2,), "uint8")
+    assert written(spaces.Box(0, 255, (2,), np.uint8), np.array([3, 4]))[0] == ArraySpec((2,), "float32")
+
+
+def test_bytes_are_scaled_by_the_bounds_of_their_space():
+    flags = spaces.Box(0, 1, (3,), np.uint8)
+    assert written(flags, np.array([0, 1, 1], np.uint8))[1].tolist() == [0, 1, 1]
+    mixed = spaces.Box(np.zeros(3, np.uint8), np.array([1, 10, 200], np.uint8), dtype=np.uint8)
+    np.testing.assert_allclose(written(mixed, np.array([1, 5, 50], np.uint8))[1], [1, 0.5, 0.25])
+    assert written(spaces.Box(0, 0, (1,), np.uint8), np.array([0], np.uint8))[1].tolist() == [0]
+    grid = spaces.Box(0, 10, (7, 7, 3), np.uint8)
+    np.testing.assert_allclose(written(grid, np.full((7, 7, 3), 5, np.uint8))[1], 0.5)
+    picture, array = written(spaces.Box(0, 15, (40, 40, 1), np.uint8), np.full((40, 40, 1), 15, np.uint8))
+    assert picture == ArraySpec((1, 40, 40), "uint8", largest=15)
+    assert (array == 15).all()
+
+
+def test_whatever_looks_like_a_picture_becomes_one():
+    flat = np.random.default_rng(0).integers(0, 255, (40, 50), np.uint8)
+    spec, array = written(spaces.Box(0, 255, (40, 50), np.uint8), flat)
+    assert spec == ArraySpec((1, 40, 50), "uint8")
+    np.testing.assert_array_equal(array[0], flat)
+    stack = np.random.default_rng(0).integers(0, 255, (4, 40, 50, 3), np.uint8)
+    spec, array = written(spaces.Box(0, 255, (4, 40, 50, 3), np.uint8), stack)
+    assert spec == ArraySpec((12, 40, 50), "uint8")
+    np.testing.assert_array_equal(array[5], stack[1, :, :, 2])
+    spec, array = written(spaces.Box(0, 255, (40, 50, 3), np.float32), stack[0].astype(np.float32))
+    assert spec == ArraySpec((3, 40, 50), "float32")
+    np.testing.assert_allclose(array, stack[0].transpose(2, 0, 1) / 255, rtol=1e-6)
+    unbounded = spaces.Box(-np.inf, np.inf, (40, 50, 3), np.float32)
+    np.testing.assert_allclose(written(unbounded, stack[0].astype(np.float32))[1], stack[0].transpose(2, 0, 1))
     assert written(spaces.Box(-1, 1, (2,)), [0.5, 1])[1].tolist() == [0.5, 1]
 
 
 def test_images_get_channels_first():
     image = np.arange(5 * 6 * 3, dtype=np.uint8).reshape(5, 6, 3)
     spec, array = written(spaces.Box(0, 255, (5, 6, 3), np.uint8), image)
-    assert spec == ArraySpec((3, 5, 6), "uint8")
-    np.testing.assert_array_equal(array, image.transpose(2, 0, 1))
+    assert spec == ArraySpec((3, 5, 6), "float32")
+    np.testing.assert_allclose(array, image.transpose(2, 0, 1) / 255, rtol=1e-6)
     assert observations(spaces.Box(0, 1, (5, 6, 4)))[0] == ArraySpec((4, 5, 6), "float32")
-    for shape in ((4, 84, 84), (4, 6, 3), (6, 6, 5), (84, 84)):
-        assert observations(spaces.Box(0, 255, shape, np.uint8))[0] == ArraySpec(shape, "uint8")
+    assert observations(spaces.Box(0, 255, (4, 84, 84), np.uint8))[0] == ArraySpec((4, 84, 84), "uint8")
+    for shape in ((4, 6, 3), (6, 6, 5), (4, 35, 84)):
+        assert observations(spaces.Box(0, 255, shape, np.uint8))[0] == ArraySpec(shape, "float32")
 
 
 def test_a_wrong_shape_is_refused():
@@ -79,10 +109,10 @@ def test_dicts_and_tuples_become_mappings():
     value = {"eye": np.ones((5, 6, 1), np.uint8), "rest": (1, np.array([0.5], np.float32))}
     spec, tree = written(space, value)
     assert spec == {
-        "eye": ArraySpec((1, 5, 6), "uint8"),
+        "eye": ArraySpec((1, 5, 6), "float32"),
         "rest": {"0": ArraySpec((2,), "float32"), "1": ArraySpec((1,), "float32")},
     }
-    assert tree["eye"].min() == 1
+    np.testing.assert_allclose(tree["eye"], 1 / 255)
     assert tree["rest"]["0"].tolist() == [0, 1]
     assert tree["rest"]["1"].tolist() == [0.5]
 
@@ -117,11 +147,29 @@ def test_continuous_actions():
 
 
 def test_other_action_spaces_are_refused():
-    for space in (spaces.MultiDiscrete([2, 2]), spaces.Box(0, 5, (2,), np.int64)):
-        with pytest.raises(Fatal, match="allowed are Discrete, and Box of floats"):
+    for space in (spaces.Text(5), spaces.Box(0, 5, (2,), np.int64), spaces.Tuple([spaces.Text(5)])):
+        with pytest.raises(Fatal, match="allowed are Discrete, MultiDiscrete, MultiBinary, Box of floats"):
             actions(space)
     with pytest.raises(Fatal, match="infinite bounds"):
         actions(spaces.Box(-np.inf, np.inf, (2,)))
+
+
+def test_several_actions_at_once():
+    spec, decode = actions(spaces.MultiDiscrete([[2, 3]], start=[[10, 20]]))
+    assert spec == ActionSpec(2, parts=(ActionSpec(2), ActionSpec(3)))
+    assert (spec.choices, spec.discrete) == ((2, 3), False)
+    assert decode(np.array([[1, 0], [0, 2]])).tolist() == [[[11, 20]], [[10, 22]]]
+    for wrong in ([[2, 0]], [[0, -1]]):
+        with pytest.raises(Fatal, match=r"must lie between 0 and \[1, 2\]"):
+            decode(np.array(wrong))
+    assert actions(spaces.MultiBinary(2))[1](np.array([[1, 0]])).tolist() == [[1, 0]]
+    space = spaces.Dict({"b": spaces.Discrete(3, start=1), "a": spaces.Tuple([spaces.Box(-2.0, 2.0, (2,)), spaces.MultiBinary(1)])})  # fmt: skip  # noqa: E501
+    spec, decode = actions(space)
+    assert spec.choices == (0, 0, 2, 3)
+    (chosen,) = decode(np.array([[0.5, 9.0, 1.0, 2.0]], np.float32))
+    assert space.contains(chosen)
+    assert chosen["b"] == 3
+    assert chosen["a"][0].tolist() == [0.5, 2.0]
 
 
 def test_continuous_actions_reach_the_environment():

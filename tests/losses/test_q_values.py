@@ -14,8 +14,10 @@ from shoal.losses.q_values import (
     mixed_priority,
     n_step_targets,
     pick,
+    project,
     quantile_huber,
     rescale,
+    retrace_targets,
     unscale,
 )
 
@@ -189,3 +191,57 @@ def test_mixed_priority_looks_at_valid_steps_only(eta):
     for b in range(1, 6):
         sizes = [abs(error[t, b]) for t in range(9) if mask[t, b]]
         np.testing.assert_allclose(found[b], eta * max(sizes) + (1 - eta) * sum(sizes) / len(sizes))
+
+
+def slow_retrace(reward, discount, chosen, value, ratio, last, lambda_):
+    """Sum eq. (3) of arXiv:1606.02647 from every step: products of traces, never a recursion."""
+    length, items = reward.shape
+    goals = np.zeros((length, items))
+    for b in range(items):
+        for start in range(length):
+            total, weight = chosen[start, b], 1.0
+            for t in range(start, length):
+                total += weight * (reward[t, b] + discount[t, b] * value[t + 1, b] - chosen[t, b])
+                if last[t, b] or t + 1 == length:
+                    break
+                weight *= discount[t, b] * lambda_ * min(1.0, ratio[t + 1, b])
+            goals[start, b] = total
+    return goals
+
+
+@pytest.mark.parametrize("lambda_", [0.0, 0.7, 1.0])
+def test_retrace_is_the_papers(lambda_):
+    rng = np.random.default_rng(0)
+    shape = (9, 5)
+    reward, chosen, value = rng.normal(size=shape), rng.normal(size=shape), rng.normal(size=(10, 5))
+    discount = 0.9 * (rng.random(shape) > 0.2)
+    ratio, last = rng.random(shape) * 2, rng.random(shape) < 0.2
+    arrays = reward, discount, chosen, value, ratio, last
+    goals = retrace_targets(*(torch.tensor(array) for array in arrays), lambda_)
+    np.testing.assert_allclose(goals, slow_retrace(*arrays, lambda_), rtol=1e-9)
+
+
+def slow_project(support, goals, probability):
+    """Algorithm 1 of arXiv:1707.06887, atom by atom."""
+    count, low, high = len(support), support[0], support[-1]
+    width, found = (high - low) / (count - 1), np.zeros(count)
+    for goal, chance in zip(goals, probability, strict=True):
+        b = (min(max(goal, low), high) - low) / width
+        lower, upper = math.floor(b), math.ceil(b)
+        if lower == upper:  # the algorithm as printed would lose it
+            found[lower] += chance
+        else:
+            found[lower] += chance * (upper - b)
+            found[upper] += chance * (b - lower)
+    return found
+
+
+def test_projection_is_the_papers():
+    rng = np.random.default_rng(0)
+    support = np.linspace(-2.0, 3.0, 11)
+    goals = np.concatenate([rng.normal(size=(6, 11)) * 3, support[None] * 1.0, np.full((1, 11), 0.5)])
+    chances = rng.dirichlet(np.ones(11), len(goals))
+    found = project(*(torch.tensor(each) for each in (support, goals, chances)))
+    expected = [slow_project(support, *pair) for pair in zip(goals, chances, strict=True)]
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+    np.testing.assert_allclose(found.sum(-1), 1.0)

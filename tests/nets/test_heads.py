@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from shoal.core.errors import ShoalError
-from shoal.core.types import ActionSpec
-from shoal.nets.heads import Categorical, Gaussian, make_head
+from shoal.core.types import ActionSpec, joint
+from shoal.nets.heads import Categorical, Gaussian, Joint, make_head
+from shoal.nets.masks import split_mask
 
 BOUNDED = ActionSpec(2, (-2.0, 0.0), (2.0, 10.0))
 
@@ -165,3 +166,76 @@ def test_bounds_are_not_weights():
         "linear.bias",
         "log_std",
     }
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_a_joint_policy_is_the_product_of_its_parts(hybrid):
+    torch.manual_seed(0)
+    parts = (ActionSpec(3), BOUNDED, ActionSpec(2)) if hybrid else (ActionSpec(3), ActionSpec(4))
+    head = make_head(5, joint(parts), "squashed")
+    assert isinstance(head, Joint)
+    policy, other = head(torch.randn(7, 5) * 50), head(torch.randn(7, 5) * 50)
+    raw = head.sample(policy)
+    assert raw.shape == (7, 4 if hybrid else 2)
+    assert raw.dtype == (torch.float32 if hybrid else torch.int64)
+    slices = [(0, 3, 0, 1), (3, 7, 1, 3), (7, 9, 3, 4)] if hybrid else [(0, 3, 0, 1), (3, 7, 1, 2)]
+    total = {"log_prob": 0.0, "entropy": 0.0, "kl": 0.0}
+    for own, spec, (a, b, c, d) in zip(head.heads, parts, slices, strict=True):
+        drawn = raw[:, c] if spec.discrete else raw[:, c:d]
+        total["log_prob"] += own.log_prob(policy[:, a:b], drawn)
+        total["entropy"] += own.entropy(policy[:, a:b])
+        total["kl"] += own.kl(policy[:, a:b], other[:, a:b])
+        mode = head.mode(policy)
+        assert torch.equal(mode[:, c] if spec.discrete else mode[:, c:d], own.mode(policy[:, a:b]))
+        action = head.action(raw)
+        taken = action[:, c] if spec.discrete else action[:, c:d]
+        assert torch.equal(taken, own.action(drawn))
+    torch.testing.assert_close(head.log_prob(policy, raw), total["log_prob"])
+    torch.testing.assert_close(head.entropy(policy), total["entropy"])
+    torch.testing.assert_close(head.kl(policy, other), total["kl"])
+
+
+def test_what_is_masked_has_no_chance_and_leaves_the_rest_as_it_was():
+    torch.manual_seed(0)
+    head = Categorical(5, ActionSpec(4))
+    features = torch.randn(6, 5) * 100
+    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 1]]).float()
+    plain, policy = head(features), head(features, mask)
+    assert torch.equal(policy[[0, 3]], plain[[0, 3]])  # all allowed, or none: after the end
+    for row in (1, 2, 4, 5):
+        allowed = mask[row].bool()
+        assert (policy[row].exp()[~allowed] == 0).all()
+        torch.testing.assert_close(policy[row][allowed], plain[row][allowed].log_softmax(-1))
+    assert policy.isfinite().all()
+    assert head.entropy(policy)[2] == 0
+    assert head.kl(policy, plain).isfinite().all()
+    drawn = torch.stack([head.sample(policy) for _ in range(500)])
+    assert all((mask[row][drawn[:, row]] == 1).all() for row in (1, 2, 4, 5))
+    policy[mask.any(1)].exp().sum().backward()
+    assert head.linear.weight.grad.isfinite().all()
+
+
+def test_a_joint_mask_covers_the_choices_only():
+    head = make_head(5, joint([ActionSpec(3), BOUNDED, ActionSpec(2)]), "clipped")
+    policy = head(torch.randn(1, 5), torch.tensor([[0.0, 1, 0, 1, 0]]))
+    assert head.mode(policy)[0, [0, 3]].tolist() == [1, 0]
+    assert policy[0, :3].exp().tolist() == [0, 1, 0]
+
+
+def test_a_mask_is_parted_from_what_is_seen():
+    seen = {"a": torch.ones(2), "action_mask": torch.zeros(3)}
+    rest, mask = split_mask(seen)
+    assert ([*rest], mask.shape) == (["a"], (3,))
+    assert split_mask(seen["a"])[1] is None
+
+
+def test_a_spread_may_depend_on_the_state():
+    torch.manual_seed(0)
+    head = make_head(5, BOUNDED, "clipped", state_std=True)
+    _, log_std = head(torch.randn(50, 5) * 20).chunk(2, -1)
+    assert log_std.std(0).min() > 0.01
+    _, extreme = head(torch.randn(50, 5) * 1e6).chunk(2, -1)
+    assert extreme.min() == -5
+    assert extreme.max() == 2
+    _, same = make_head(5, BOUNDED, "clipped")(torch.randn(50, 5)).chunk(2, -1)
+    assert (same == 0).all()

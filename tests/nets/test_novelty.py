@@ -66,7 +66,7 @@ def test_each_loss_teaches_its_own_networks(novelty, batch):
         }
 
     inverse, distillation = novelty.loss(batch)
-    assert touched(inverse) == {"embedding", "inverse"}
+    assert touched(inverse) == {"encoder", "inverse"}
     assert touched(distillation) == {"predictor"}
     assert not any(parameter.requires_grad for parameter in novelty.random.parameters())
 

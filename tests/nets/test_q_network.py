@@ -112,7 +112,7 @@ def test_what_it_is_told_beside_the_observation_reaches_the_values_of_its_own_st
 
 
 def test_continuous_actions_and_a_missing_memory_are_refused():
-    with pytest.raises(Fatal, match=r"does not support continuous actions.*choose ppo or impala"):
+    with pytest.raises(Fatal, match=r"does not support continuous actions.*choose ppo, impala or a3c"):
         QNetwork(Architecture(), Spec(VECTOR, ActionSpec(2, (-1.0, -1.0), (1.0, 1.0))), dueling=False)
     with pytest.raises(Fatal, match=r"set network\.lstm"):
         QNetwork(Architecture(), Spec(VECTOR, ActionSpec(2)), dueling=False).begin(3)
@@ -228,3 +228,16 @@ def test_without_an_opening_the_burn_in_keeps_no_graph():
         assert not gradient.any()
     with torch.no_grad():
         assert not unroll(net, a_batch(FIRST), torch.randn(4, 12), torch.randn(9, 4, 2), 3).requires_grad
+
+
+def test_observations_that_come_again_are_counted_once():
+    net = QNetwork(Architecture(hidden=(4,), normalise_observation=True), Spec(VECTOR, ActionSpec(2)), dueling=False)
+    observation, first = torch.randn(2, 6, 5), torch.zeros(2, 6, dtype=torch.bool)
+    flat = torch.zeros(1, 6)
+    batch = Batch(observation, first, flat.long(), flat, flat, {}, torch.ones(6), np.arange(6), np.zeros(6, np.int64))
+    net.observe(batch._replace(fresh=torch.tensor([True, False, True, True, False, False])))
+    moments = net.moments.parts[0]
+    assert moments.count == 3
+    torch.testing.assert_close(moments.mean.float(), observation[0, [0, 2, 3]].mean(0))
+    net.observe(batch)  # nothing is said about it: all are new
+    assert moments.count == 9

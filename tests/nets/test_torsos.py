@@ -54,17 +54,17 @@ def test_features_have_the_promised_size(network, spec, features):
 
 
 def test_the_nature_network_is_the_papers():
-    convolutions = [layer for layer in nature((4, 84, 84)).modules() if isinstance(layer, nn.Conv2d)]
+    convolutions = [layer for layer in nature(ATARI).modules() if isinstance(layer, nn.Conv2d)]
     assert [(c.out_channels, c.kernel_size[0], c.stride[0]) for c in convolutions] == [
         (32, 8, 4),
         (64, 4, 2),
         (64, 3, 1),
     ]
-    assert parameters(nature((4, 84, 84))) == 1_684_128  # counted by hand, with 3136 features before the dense layer
+    assert parameters(nature(ATARI)) == 1_684_128  # counted by hand, with 3136 features before the dense layer
 
 
 def test_the_residual_network_is_the_papers():
-    net = resnet((4, 84, 84))
+    net = resnet(ATARI)
     layers = [layer for layer in net.modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
     assert len(layers) == 16  # fig. 3 right: 15 convolutions and a dense layer
     assert layers[-1].in_features == 32 * 11 * 11
@@ -80,7 +80,7 @@ def test_a_mapping_is_read_by_key_not_by_order():
 
 @pytest.mark.parametrize("make", [nature, resnet])
 def test_pixels_are_divided_by_255_and_weights_lie_channels_last(make):
-    net = make((3, 40, 40))
+    net = make(ArraySpec((3, 40, 40), "uint8"))
     image = torch.randint(0, 256, (2, 3, 40, 40), dtype=torch.uint8)
     before = image.clone()
     np.testing.assert_allclose(
@@ -93,7 +93,7 @@ def test_pixels_are_divided_by_255_and_weights_lie_channels_last(make):
 
 
 def test_many_images_give_what_few_do_with_the_same_gradients():
-    net = nature((4, 36, 36))
+    net = nature(ArraySpec((4, 36, 36), "uint8"))
     images = torch.randint(0, 256, (2 * torsos.PIECE + 5, 4, 36, 36), dtype=torch.uint8)
     gradients = []
     for call in (net, lambda x: net[1:](net[0].body(x))):  # in pieces; at once
@@ -127,7 +127,7 @@ def test_first_weights_are_orthogonal():
 def test_first_features_of_the_residual_network_keep_their_scale():
     torch.manual_seed(0)
     image = torch.randint(0, 256, (4, 3, 48, 48), dtype=torch.uint8)
-    assert 0.1 < resnet((3, 48, 48))(image).detach().std() < 3
+    assert 0.1 < resnet(ArraySpec((3, 48, 48), "uint8"))(image).detach().std() < 3
 
 
 def test_the_same_seed_gives_the_same_weights():
@@ -153,3 +153,34 @@ def test_a_small_image_cannot_go_through_the_nature_network():
 def test_separate_torsos_cannot_share_a_memory():
     with pytest.raises(ValidationError, match="separate torsos cannot share an LSTM"):
         ActorCriticArchitecture(separate=True, lstm=8)
+
+
+class Halves(nn.Module):
+    """A torso of one's own: the mean of every half."""
+
+    def __init__(self, spec):
+        super().__init__()
+        self.spec = spec
+
+    def forward(self, x):
+        return x.float().flatten(1).view(len(x), 2, -1).mean(-1)
+
+
+class Scalar(nn.Module):
+    def __init__(self, spec):
+        super().__init__()
+
+    def forward(self, x):
+        return x.float().mean()
+
+
+def test_a_torso_of_ones_own_is_named_by_its_import_path():
+    torso = Torso(Architecture(torso="tests.nets.test_torsos:Halves"), {"a": ATARI, "b": ArraySpec((4,), "float32")})
+    assert torso.features == 4
+    assert torso.parts[0].spec == ATARI
+    seen = {"a": torch.ones(3, 4, 84, 84, dtype=torch.uint8), "b": torch.tensor([[1.0, 3, 5, 7]] * 3)}
+    assert torso(seen).tolist() == [[1, 1, 2, 6]] * 3
+    with pytest.raises(ShoalError, match=r"maps \[N, \.\.\.\] to \[\] for N = 1, not to \[N, features\]"):
+        Torso(Architecture(torso="tests.nets.test_torsos:Scalar"), ATARI)
+    with pytest.raises(ValueError, match=r"unknown torso 'resent'.*did you mean 'resnet'"):
+        Architecture(torso="resent")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from shoal.core.caller import call_as
 from shoal.core.errors import ShoalError
 from shoal.core.tree import leaves, map_tree
 from shoal.core.types import Store
+from shoal.services.inspection import action_problem
 from shoal.services.queue import LATE, Queue
 
 
@@ -249,7 +252,7 @@ class TestAdmission:
     ],
 )
 def test_experience_that_makes_no_sense_is_refused_counted_and_its_sender_named(wrong, reason, monkeypatch):
-    queue = Queue(4, choices=4)
+    queue = Queue(4, choices=[4])
     assert queue.put(items(1))
     call_as("actor-7")
     for _ in range(12):
@@ -343,3 +346,25 @@ def test_a_cleared_queue_is_as_at_the_beginning():
         assert one.put(items(4, 5, 6, 7, 8))
     assert list(queue.filled) == list(fresh.filled)
     assert names(queue.get(5)) == names(fresh.get(5)) == [4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("action", "problem"),
+    [
+        ([[[0, 3]], [[2, 0]]], ""),
+        ([[[0, 4]]], "an action lies outside 0 to 3"),
+        ([[[3, 0]]], "an action lies outside 0 to 2"),
+        ([[[-1, 0]]], "an action lies outside 0 to 2"),
+        ([[[0.0, 1.0]]], "actions are of type float64, not integers below 4"),
+        ([[[0, 1, 2]]], r"actions of shape \(1, 1, 3\) do not have 2 numbers each"),
+    ],
+)
+def test_joint_actions_are_checked_number_by_number(action: Any, problem: str) -> None:
+    found = action_problem(np.array(action), [3, 4])
+    assert re.fullmatch(problem, found)
+
+
+def test_of_hybrid_actions_only_the_choices_are_checked() -> None:
+    assert action_problem(np.array([[[-7.5, 2.0, 0.1]]]), [0, 3, 0]) == ""
+    assert action_problem(np.array([[[0.0, 2.5, 0.0]]]), [0, 3, 0]) == "an action lies outside 0 to 2"
+    assert action_problem(np.array([[[0.0, 3.0, 0.0]]]), [0, 3, 0]) == "an action lies outside 0 to 2"

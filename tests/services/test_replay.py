@@ -375,3 +375,24 @@ def test_ages_of_weights_and_of_data_are_told_apart_and_survive_a_snapshot() -> 
     for one in (store, again):
         one.get(1, version=10)
         assert (one.status()["age_of_weights"], one.status()["age_of_data"]) == (3.0, 6.0)
+
+
+# --- statistics
+
+
+def test_an_item_is_fresh_the_first_time_it_is_drawn() -> None:
+    store = replay(capacity=6, batch=6)
+    store.put(items(range(4)))
+    drawn: dict[int, int] = {}
+    for number in range(60):
+        if number == 30:
+            store.put(items([4, 5, 6]))  # the last takes the place of an old one
+            copy = replay(capacity=6, batch=6)
+            copy.restore(store.settle())
+            store = copy
+        batch = store.get(6)
+        assert batch is not None
+        for name, fresh in zip(names(batch).tolist(), batch["fresh"].tolist(), strict=True):
+            drawn[name] = drawn.get(name, 0) + fresh
+            assert drawn[name] == 1, name
+    assert {*drawn} == {*range(7)}

@@ -1,0 +1,202 @@
+"""Learning held to published scores: tasks over seeds, and a page with what was reached."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from shoal.bench.measuring import Row, config_file, launch
+from shoal.core.errors import SettingsError, nearest
+from shoal.core.types import INTERRUPTED
+
+SCORE = "score.json"  # beside the files of a run: what its newest policy was evaluated to
+EPISODES = 100
+
+
+@dataclass(frozen=True)
+class Task:
+    """A config, and the published figure that it is held to."""
+
+    config: str
+    reference: str
+    source: str
+
+
+CLEANRL = "[CleanRL](https://docs.cleanrl.dev)"
+RLLIB = "[RLlib](https://github.com/ray-project/rl-experiments)"
+SLM = "[SLM Lab](https://github.com/kengz/SLM-Lab/blob/master/docs/BENCHMARKS.md)"
+GYMNASIUM = "[Gymnasium](https://gymnasium.farama.org/environments/classic_control/cart_pole/), the reward threshold"
+TASKS: dict[str, Task] = {
+    "cartpole-ppo": Task("ppo_cartpole", "475", GYMNASIUM),
+    "cartpole-impala": Task("impala_cartpole", "475", GYMNASIUM),
+    "cartpole-dqn": Task("dqn_cartpole", "475", GYMNASIUM),
+    "lunarlander-apex": Task("apex_dqn_lunarlander", "265.9, double DQN with priorities, 300 k steps", SLM),
+    "pong-ppo": Task("ppo_pong", "20.36 ± 0.20, PPO, 10 M steps", CLEANRL),
+    "pong-impala": Task("impala_pong", "20.36 ± 0.20, PPO, 10 M steps", CLEANRL),
+    "pong-dqn": Task("dqn_pong", "20.25 ± 0.41, DQN, 10 M steps", CLEANRL),
+    "pong-apex": Task("apex_dqn_pong", "20.25 ± 0.41, DQN, 10 M steps", CLEANRL),
+}
+
+
+def chosen(names: Sequence[str]) -> list[str]:
+    """The tasks with these names, or all."""
+    for name in names:
+        if name not in TASKS:
+            raise SettingsError(f"unknown task {name!r}: choose from {', '.join(TASKS)}{nearest(name, TASKS)}")
+    return [*names] or [*TASKS]
+
+
+def learn(
+    names: Sequence[str], seeds: Sequence[int], folder: Path, overrides: Sequence[str], at_once: int, episodes: int
+) -> Iterator[Row]:
+    """Train every task with every seed, as many at once as wanted; runs that are there are continued, or left alone."""
+    waiting = [(name, seed) for seed in seeds for name in names]
+    running: dict[tuple[str, int], subprocess.Popen[str]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                name, seed = waiting.pop(0)
+                if ended(run_folder(folder, name, seed)) and not overrides:
+                    yield {"task": name, "seed": seed, **score(run_folder(folder, name, seed), episodes)}
+                else:
+                    running[name, seed] = _start(name, seed, folder, overrides)
+            for (name, seed), process in [*running.items()]:
+                try:
+                    process.wait(0.2 / len(running))
+                except subprocess.TimeoutExpired:
+                    continue
+                del running[name, seed]
+                yield {"task": name, "seed": seed, **score(run_folder(folder, name, seed), episodes)}
+    finally:
+        for process in running.values():
+            process.send_signal(signal.SIGINT)  # it saves a checkpoint, and goes on from there next time
+        for process in running.values():
+            process.wait()
+
+
+def run_folder(folder: Path, name: str, seed: int) -> Path:
+    """Where a run lies."""
+    return folder / name / f"seed-{seed}"
+
+
+def ended(run: Path) -> bool:
+    """Whether a run has used up its steps, or reached its target."""
+    from shoal.run import Run
+
+    summary = Run(run).summary if (run / "config.yaml").exists() else {}
+    return bool(summary) and summary["stopped_by"] != INTERRUPTED
+
+
+def _start(name: str, seed: int, folder: Path, overrides: Sequence[str]) -> subprocess.Popen[str]:
+    run = run_folder(folder, name, seed)
+    if not (run / "config.yaml").exists():
+        words = ["train", config_file(TASKS[name].config), f"seed={seed}", *overrides, "--run-dir", str(run)]
+    else:
+        words = ["resume", str(run), *overrides]
+    run.parent.mkdir(parents=True, exist_ok=True)
+    with (run.parent / f"seed-{seed}.log").open("a") as log:
+        return launch(*words, stdout=log, stderr=log)
+
+
+def score(run: Path, episodes: int) -> Row:
+    """What the newest policy of a run reaches; it is evaluated once for each number of steps."""
+    from shoal.run import Run
+
+    found = Run(run)
+    summary = found.summary
+    if not summary:
+        return {"steps": None, "seconds": None, "score": None, "problem": f"see {run.parent / f'{run.name}.log'}"}
+    path = run / SCORE
+    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if (known.get("steps"), known.get("episodes")) != (summary["steps"], episodes):
+        result = found.evaluate(episodes, "newest")
+        known = {"steps": summary["steps"], "episodes": episodes, "mean": result.statistics["mean"],
+                 "low": result.statistics["low"], "high": result.statistics["high"]}  # fmt: skip
+        path.write_text(json.dumps(known) + "\n")
+    return {"steps": summary["steps"], "seconds": summary["seconds"], "score": known["mean"]}
+
+
+def results(folder: Path) -> list[Row]:
+    """A row for each task, of all its runs in a folder; tasks that were not run say so."""
+    from shoal.display.statistics import interval
+
+    rows: list[Row] = []
+    for name, task in TASKS.items():
+        runs = [run for run in sorted((folder / name).glob("seed-*")) if (run / SCORE).exists()]
+        row: Row = {"task": name, "config": task.config, "reference": task.reference, "source": task.source}
+        if not runs:
+            rows.append({**row, "runs": 0})
+            continue
+        scores = [json.loads((run / SCORE).read_text())["mean"] for run in runs]
+        summaries = [json.loads((run / "summary.json").read_text()) for run in runs]
+        start = json.loads((runs[0] / "provenance.json").read_text())[-1]
+        low, high = interval(scores)
+        rows.append(
+            {
+                **row,
+                "runs": len(runs),
+                "score": sum(scores) / len(scores),
+                "low": low,
+                "high": high,
+                "scores": scores,
+                "sticky": summaries[0].get("sticky"),
+                "steps": median(summary["steps"] for summary in summaries),
+                "seconds": median(summary["seconds"] for summary in summaries),
+                "machine": ", ".join([f"{start['usable_cores']:g} cores", *start["devices"]]),
+                "hash": settings_hash(runs[0]),
+            }
+        )
+    return rows
+
+
+def settings_hash(run: Path) -> str:
+    """Eight letters that stand for a run's settings, whatever its seed."""
+    lines = [line for line in (run / "config.yaml").read_text().splitlines() if not line.startswith("seed:")]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
+
+
+def write_page(folder: Path, page: Path) -> None:
+    """Write a table of all tasks, and a picture of the curves of each that was run."""
+    from shoal.display.console import duration
+    from shoal.display.plots import comparison
+    from shoal.run import Run
+
+    lines = [
+        "# Results",
+        "",
+        "What the shipped configs reach, beside published figures. This page is written by",
+        "[`shoal bench learn`](commands/bench.md#learn). A score is the mean over runs of the mean return of "
+        f"{EPISODES} episodes",
+        "of the last policy, without exploration, with its 95 % bootstrap interval over runs; then that of each run.",
+        "An Atari step is one action, repeated for 4 frames; scores of Atari games say how sticky actions were.",
+        "",
+        "| task | score | runs | steps | time | machine | settings | published |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    pictures: list[str] = []
+    for row in results(folder):
+        published = f"{row['reference']} ({row['source']})"
+        if not row["runs"]:
+            lines.append(f"| `{row['task']}` | not run | | | | | `{row['config']}` | {published} |")
+            continue
+        each = ", ".join(f"{one:.4g}" for one in row["scores"])
+        sticky = "" if row["sticky"] is None else f"; sticky {row['sticky']:g}"
+        lines.append(
+            f"| `{row['task']}` | **{row['score']:.4g}** ({row['low']:.4g} to {row['high']:.4g}){sticky} | {each} | "
+            f"{row['steps']:,.0f} | {duration(row['seconds'])} | {row['machine']} | `{row['config']}` {row['hash']} | "
+            f"{published} |"
+        )
+        runs = [Run(run) for run in sorted((folder / row["task"]).glob("seed-*")) if (run / SCORE).exists()]
+        path = page.parent / "pictures" / f"learn_{row['task']}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        comparison({row["task"]: [(run.directory.name, run.rows()) for run in runs]}, path, row["task"])
+        pictures += ["", f"![Evaluation returns of {row['task']}](pictures/{path.name})"]
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text("\n".join([*lines, *pictures]) + "\n")
