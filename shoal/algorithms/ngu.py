@@ -21,16 +21,15 @@ from shoal.core.types import Act, Batch, Loss, Sequence, Spec, Step
 from shoal.losses.masking import masked_mean, time_mean
 from shoal.losses.novelty import NEIGHBOURS, betas, episodic_novelty, gammas, nearest_distances
 from shoal.losses.q_values import mixed_priority, pick, rescale, retrace_targets, unscale
+from shoal.nets.memory import all_previous, previous
 from shoal.nets.novelty import Novelty
 from shoal.nets.optimizers import make_optimizer
 from shoal.nets.q_network import (
     QNetwork,
-    all_previous,
     check_overlap,
     epsilon_greedy,
     ladder,
     lasts,
-    previous,
     trained,
     unroll,
 )
@@ -143,7 +142,7 @@ class Ngu(Settings):
         if rank is not None:
             self._episodes(step, carry)
         novelty = self._look(net, step, carry)
-        seen = previous(carry["action"], step.reward, step.first, net.actions)
+        seen = previous(carry["action"], step.reward, step.first, [net.actions])
         extra = torch.cat([seen, self._asked(novelty, carry["arm"])], -1)
         observation = map_tree(lambda x: x.unsqueeze(0), step.observation)
         record = {"previous": seen, "arm": carry["arm"], "novelty": novelty}
@@ -226,7 +225,7 @@ class Ngu(Settings):
         arm = batch.record["arm"][0]
         novelty = batch.record["novelty"]  # of the state at which the action was chosen
         asked = self._asked(torch.cat([novelty, torch.zeros_like(novelty[:1])]), arm.expand(len(batch.first), -1))
-        extra = torch.cat([all_previous(batch, net.actions), asked], -1)
+        extra = torch.cat([all_previous(batch, [net.actions]), asked], -1)
         # How new the last observation is, is not known here but in the next sequence: neither what led to it nor its
         # own values, which depend on it, can be learned from.
         rewards = {"extrinsic": batch.reward, "intrinsic": torch.cat([novelty[1:], torch.zeros_like(novelty[:1])])}

@@ -14,15 +14,14 @@ from shoal.core.tree import map_tree
 from shoal.core.types import Act, Batch, Loss, Sequence, Spec, Step
 from shoal.losses.masking import masked_mean, time_mean
 from shoal.losses.q_values import bootstrap, mixed_priority, n_step_targets, pick, rescale, unscale
+from shoal.nets.memory import all_previous, previous
 from shoal.nets.optimizers import make_optimizer
 from shoal.nets.q_network import (
     QNetwork,
-    all_previous,
     check_overlap,
     epsilon_greedy,
     ladder,
     lasts,
-    previous,
     trained,
     unroll,
 )
@@ -110,7 +109,7 @@ class R2d2(Settings):
 
     def _look(self, net: QNetwork, step: Step, carry: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """The values [B, A] of a step, what the LSTM sees of the previous one, and its state after it."""
-        seen = previous(carry["action"], step.reward, step.first, net.head.actions)
+        seen = previous(carry["action"], step.reward, step.first, [net.head.actions])
         observation = map_tree(lambda x: x.unsqueeze(0), step.observation)
         values, core = net(observation, step.first.unsqueeze(0), carry["core"], seen.unsqueeze(0))
         return values[0, :, :, 0], seen, core
@@ -122,7 +121,7 @@ class R2d2(Settings):
 
     def loss(self, net: QNetwork, target: QNetwork, batch: Batch) -> Loss:
         """Return half the squared n-step double Q error on the scale of h, after the burn-in."""
-        extra = all_previous(batch, net.head.actions)
+        extra = all_previous(batch, [net.head.actions])
         core = batch.record["core"][0]
         values = unroll(net, batch, core, extra, self.burn_in)
         with torch.no_grad():

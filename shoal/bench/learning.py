@@ -30,7 +30,6 @@ class Task:
 
 
 CLEANRL = "[CleanRL](https://docs.cleanrl.dev)"
-RLLIB = "[RLlib](https://github.com/ray-project/rl-experiments)"
 SLM = "[SLM Lab](https://github.com/kengz/SLM-Lab/blob/master/docs/BENCHMARKS.md)"
 GYMNASIUM = "[Gymnasium](https://gymnasium.farama.org/environments/classic_control/cart_pole/), the reward threshold"
 TASKS: dict[str, Task] = {
@@ -123,13 +122,18 @@ def score(run: Path, episodes: int) -> Row:
     return {"steps": summary["steps"], "seconds": summary["seconds"], "score": known["mean"]}
 
 
+def scored(folder: Path, name: str) -> list[Path]:
+    """The runs of a task whose policy was evaluated."""
+    return [run for run in sorted((folder / name).glob("seed-*")) if (run / SCORE).exists()]
+
+
 def results(folder: Path) -> list[Row]:
     """A row for each task, of all its runs in a folder; tasks that were not run say so."""
     from shoal.display.statistics import interval
 
     rows: list[Row] = []
     for name, task in TASKS.items():
-        runs = [run for run in sorted((folder / name).glob("seed-*")) if (run / SCORE).exists()]
+        runs = scored(folder, name)
         row: Row = {"task": name, "config": task.config, "reference": task.reference, "source": task.source}
         if not runs:
             rows.append({**row, "runs": 0})
@@ -193,7 +197,7 @@ def write_page(folder: Path, page: Path) -> None:
             f"{row['steps']:,.0f} | {duration(row['seconds'])} | {row['machine']} | `{row['config']}` {row['hash']} | "
             f"{published} |"
         )
-        runs = [Run(run) for run in sorted((folder / row["task"]).glob("seed-*")) if (run / SCORE).exists()]
+        runs = [Run(run) for run in scored(folder, row["task"])]
         path = page.parent / "pictures" / f"learn_{row['task']}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         comparison({row["task"]: [(run.directory.name, run.rows()) for run in runs]}, path, row["task"])

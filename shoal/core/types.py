@@ -109,6 +109,7 @@ class ArraySpec:
     largest: float = 255.0  # of bytes: what networks see as 1
 
 
+SMALLEST_IMAGE = 36  # pixels: the convolutions of the Nature network leave nothing of a smaller one
 MASK = "action_mask"  # the part of an observation that says which actions are allowed
 
 

@@ -8,12 +8,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from shoal.core.errors import Fatal
-from shoal.core.types import MASK, ActionSpec, Array, ArraySpec, joint
+from shoal.core.types import MASK, SMALLEST_IMAGE, ActionSpec, Array, ArraySpec, joint
 
 Write: TypeAlias = Callable[[Any, int, Any], None]  # (arrays [B, ...], row, value of the space)
 Decode: TypeAlias = Callable[[Array], Any]  # actions [B] or [B, A] → one value of the space per environment
-
-SMALLEST = 36  # pixels: the usual convolutions leave nothing of a smaller picture
 
 
 def observations(space: Any) -> tuple[Any, Write]:
@@ -49,7 +47,7 @@ def _box(space: Any) -> tuple[ArraySpec, Write]:
     shape = tuple(space.shape)
     arrange = _arrangement(shape)
     arranged = arrange(np.empty(shape)).shape
-    picture = len(arranged) == 3 and min(arranged[1:]) >= SMALLEST
+    picture = len(arranged) == 3 and min(arranged[1:]) >= SMALLEST_IMAGE
     low, high = space.low.astype(np.float64), space.high.astype(np.float64)
     if space.dtype == np.uint8 and picture:
         return ArraySpec(arranged, "uint8", largest=max(high.max(), 1.0)), _write_array(shape, arrange)
@@ -66,9 +64,9 @@ def _arrangement(shape: tuple[int, ...]) -> Callable[[Array], Array]:
     """
     if len(shape) == 3 and shape[2] <= 4 < shape[0]:
         return lambda array: array.transpose(2, 0, 1)
-    if len(shape) == 2 and min(shape) >= SMALLEST:
+    if len(shape) == 2 and min(shape) >= SMALLEST_IMAGE:
         return lambda array: array[None]
-    if len(shape) == 4 and shape[3] == 3 and min(shape[1:3]) >= SMALLEST:
+    if len(shape) == 4 and shape[3] == 3 and min(shape[1:3]) >= SMALLEST_IMAGE:
         return lambda array: np.moveaxis(array, 3, 1).reshape(-1, *shape[1:3])
     return lambda array: array
 

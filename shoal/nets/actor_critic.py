@@ -12,7 +12,7 @@ from shoal.core.tree import map_tree
 from shoal.core.types import Act, Batch, Spec, Step
 from shoal.nets.heads import make_head
 from shoal.nets.masks import split_mask
-from shoal.nets.memory import Lstm
+from shoal.nets.memory import Lstm, all_previous, previous
 from shoal.nets.normalise import CLIP, ObservationMoments, RunningMoments
 from shoal.nets.torsos import Architecture, Torso, orthogonal
 
@@ -99,21 +99,9 @@ class ActorCritic(nn.Module):
             carry["action"] = torch.zeros(size, *columns, device=self.value.weight.device)
         return carry
 
-    def _previous(self, action: Tensor, reward: Tensor, first: Tensor) -> Tensor:
-        """What the memory sees of the last step, [..., E]: zeros where an episode begins."""
-        columns = action.unsqueeze(-1) if self.action.discrete else action
-        parts = [
-            nn.functional.one_hot(column.long(), count).float() if count else column.unsqueeze(-1)
-            for column, count in zip(columns.unbind(-1), self.action.choices, strict=True)
-        ]
-        return torch.cat([*parts, reward.unsqueeze(-1)], -1) * (~first).unsqueeze(-1)
-
     def unroll(self, batch: Batch, length: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return policy, value and state along a batch, or along its first steps."""
-        extra = None
-        if self.previous:
-            later = self._previous(batch.action, batch.reward, batch.first[1:])
-            extra = torch.cat([batch.record["previous"], later])[:length]
+        extra = all_previous(batch, self.action.choices)[:length] if self.previous else None
         observation = map_tree(lambda x: x[:length], batch.observation)
         return self(observation, batch.first[:length], initial_core(batch), extra)  # type: ignore[no-any-return]
 
@@ -124,7 +112,7 @@ class ActorCritic(nn.Module):
         `core` is recorded as it was before the step, and `return` as it is after the step's reward.
         """
         observation = map_tree(lambda x: x.unsqueeze(0), step.observation)
-        seen = self._previous(carry["action"], step.reward, step.first) if self.previous else None
+        seen = previous(carry["action"], step.reward, step.first, self.action.choices) if self.previous else None
         extra = None if seen is None else seen.unsqueeze(0)
         policy, value, core = self(observation, step.first.unsqueeze(0), carry.get("core"), extra)
         policy = policy[0]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
+
+from shoal.core.types import Batch
 
 
 class Lstm(nn.Module):
@@ -40,3 +44,21 @@ class Lstm(nn.Module):
             outputs.append(output)
             state = torch.cat([hidden[0], cell[0]], dim=1)
         return torch.cat(outputs), state
+
+
+def previous(action: Tensor, reward: Tensor, first: Tensor, choices: Sequence[int]) -> Tensor:
+    """What a memory sees of the last step, [..., E]: action, choices as one-hot, and reward; zeros where one begins.
+
+    `choices` has the number of choices for each number of an action, 0 where it is continuous.
+    """
+    columns = action.unsqueeze(-1) if action.dim() == first.dim() else action
+    parts = [
+        nn.functional.one_hot(column.long(), count).to(reward.dtype) if count else column.unsqueeze(-1)
+        for column, count in zip(columns.unbind(-1), choices, strict=True)
+    ]
+    return torch.cat([*parts, reward.unsqueeze(-1)], -1) * (~first).unsqueeze(-1)
+
+
+def all_previous(batch: Batch, choices: Sequence[int]) -> Tensor:
+    """`previous` at every step [T + 1, B, E] of a sequence; that of the first step is on record."""
+    return torch.cat([batch.record["previous"], previous(batch.action, batch.reward, batch.first[1:], choices)])

@@ -184,10 +184,8 @@ def q_loss(
     with torch.no_grad():
         goal = target(then, batch.first[1:])[0]
         if munchausen:
-            future, bonus = (
-                soft(target, goal, then),
-                talk(target, target(now, batch.first[:1])[0], now, batch.action[:1]),
-            )
+            future = soft(target, goal, then)
+            bonus = talk(target, target(now, batch.first[:1])[0], now, batch.action[:1])
         else:
             choice = net(then, batch.first[1:])[0] if double else goal
             best = (net if double else target).scores(choice, then).argmax(-1)
@@ -211,9 +209,14 @@ def q_loss(
     return Loss(each, priority.detach(), metrics)
 
 
+def softmax_policy(net: QNetwork, outputs: Tensor, observation: Any) -> Tensor:
+    """The logarithm [..., A] of the policy that prefers higher values."""
+    return (net.scores(outputs, observation) / TEMPERATURE).log_softmax(-1)
+
+
 def soft(net: QNetwork, outputs: Tensor, observation: Any) -> Tensor:
     """The values [..., N] of a softmax policy with its entropy (arXiv:2007.14430, eq. 1)."""
-    log_policy = (net.scores(outputs, observation) / TEMPERATURE).log_softmax(-1)
+    log_policy = softmax_policy(net, outputs, observation)
     # Where an action is not allowed, a probability of 0 meets a huge logarithm: their product is 0.
     gained = outputs - TEMPERATURE * log_policy.clamp(min=LOWEST).unsqueeze(-1)
     return (log_policy.exp().unsqueeze(-1) * gained).sum(-2)
@@ -221,7 +224,7 @@ def soft(net: QNetwork, outputs: Tensor, observation: Any) -> Tensor:
 
 def talk(net: QNetwork, outputs: Tensor, observation: Any, action: Tensor) -> Tensor:
     """What an agent gives itself for an action that it was sure of (arXiv:2007.14430, eq. 2 and §4)."""
-    log_policy = (net.scores(outputs, observation) / TEMPERATURE).log_softmax(-1)
+    log_policy = softmax_policy(net, outputs, observation)
     sure = TEMPERATURE * log_policy.gather(-1, action.unsqueeze(-1)).squeeze(-1)
     return BONUS * sure.clamp(LEAST, 0.0)
 
@@ -236,17 +239,6 @@ def epsilon_greedy(value: Tensor, epsilon: Tensor | float) -> Tensor:
 def ladder(rank: Tensor, base: float, alpha: float) -> Tensor:
     """The chance of a random action by rank in [0, 1]: ε^(1 + α·rank) (arXiv:1803.00933, section 4.1)."""
     return base ** (1 + alpha * rank)
-
-
-def previous(action: Tensor, reward: Tensor, first: Tensor, actions: int) -> Tensor:
-    """What an LSTM sees of the previous step: its action as one-hot and its reward; zeros where an episode begins."""
-    seen = torch.cat([torch.nn.functional.one_hot(action, actions).to(reward.dtype), reward.unsqueeze(-1)], dim=-1)
-    return seen * (~first).unsqueeze(-1)
-
-
-def all_previous(batch: Batch, actions: int) -> Tensor:
-    """`previous` at every step [T + 1, B, E] of a sequence; that of the first step is on record."""
-    return torch.cat([batch.record["previous"], previous(batch.action, batch.reward, batch.first[1:], actions)])
 
 
 def lasts(batch: Batch) -> Tensor:

@@ -13,9 +13,8 @@ from shoal.core.errors import ShoalError, nearest
 from shoal.core.recipe import find
 from shoal.core.settings import Settings
 from shoal.core.tree import leaves
-from shoal.core.types import ArraySpec
+from shoal.core.types import SMALLEST_IMAGE, ArraySpec
 
-NATURE_SMALLEST = 36  # the three convolutions of the Nature network leave nothing of a smaller image
 PIECE = 128  # images of 84 × 84 whose activations a processor's cache holds; measured 15 % faster than 672 at once
 RESIDUAL_GAIN = math.sqrt(2 / 6)  # six blocks together then about double the variance, not each of them
 
@@ -135,10 +134,10 @@ def _convolutions(layers: list[nn.Module], spec: ArraySpec, units: int) -> nn.Se
 def nature(spec: ArraySpec) -> nn.Sequential:
     """Return the network of doi:10.1038/nature14236, methods, "Model architecture"."""
     shape = spec.shape
-    if min(shape[1:]) < NATURE_SMALLEST:
+    if min(shape[1:]) < SMALLEST_IMAGE:
         raise ShoalError(
             f"an image of {shape[1]}x{shape[2]} is too small for the nature torso, which needs"
-            f" {NATURE_SMALLEST}x{NATURE_SMALLEST}: choose torso mlp or resnet"
+            f" {SMALLEST_IMAGE}x{SMALLEST_IMAGE}: choose torso mlp or resnet"
         )
     layers: list[nn.Module] = []
     channels = shape[0]
@@ -177,7 +176,7 @@ def _torso(network: Architecture, spec: ArraySpec) -> tuple[nn.Module, int]:
         return own, features.shape[1]
     choice = network.torso if is_image(spec) else "mlp"
     if choice == "auto":
-        choice = "nature" if min(spec.shape[1:]) >= NATURE_SMALLEST else "mlp"
+        choice = "nature" if min(spec.shape[1:]) >= SMALLEST_IMAGE else "mlp"
     if choice == "nature":
         return nature(spec), 512
     if choice == "resnet":

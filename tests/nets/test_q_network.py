@@ -9,7 +9,8 @@ import torch
 from shoal.core.errors import Fatal
 from shoal.core.tree import map_tree
 from shoal.core.types import ActionSpec, ArraySpec, Batch, Spec, Step
-from shoal.nets.q_network import QHead, QNetwork, epsilon_greedy, ladder, previous, trained, unroll
+from shoal.nets.memory import previous
+from shoal.nets.q_network import QHead, QNetwork, epsilon_greedy, ladder, trained, unroll
 from shoal.nets.torsos import Architecture
 
 VECTOR = ArraySpec((5,), "float32")
@@ -175,7 +176,7 @@ def test_the_ladder_is_apexs(count):
 def test_previous_tells_the_action_and_the_reward_and_at_an_opening_nothing():
     action, reward = torch.tensor([[2, 0], [1, 1]]), torch.tensor([[0.5, -3.0], [7.0, 9.0]])
     first = torch.tensor([[False, False], [True, False]])
-    assert previous(action, reward, first, 3).tolist() == [
+    assert previous(action, reward, first, [3]).tolist() == [
         [[0, 0, 1, 0.5], [1, 0, 0, -3.0]],
         [[0, 0, 0, 0], [0, 1, 0, 9.0]],
     ]
