@@ -6,11 +6,12 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import yaml
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     Field,
     PlainValidator,
     ValidationError,
@@ -39,6 +40,8 @@ from shoal.engines import ENGINES
 from shoal.engines.options import Network, Room
 from shoal.envs import Environment
 from shoal.runs import directory
+
+ENVS = 8  # environments per actor where nothing says how many are fast
 
 
 class Evaluation(Settings):
@@ -91,6 +94,18 @@ class Federation(Settings):
     round: int = Field(2_000, ge=1, description="Environment steps of a group between two merges.")
 
 
+def as_count(value: Any) -> Any:
+    """Refuse what is neither a number of something nor `auto`."""
+    if value in ("auto", None):  # None: the same, in the folders of earlier runs
+        return "auto"
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"a whole number ≥ 1, or auto; got {value!r}")
+    return value
+
+
+Count: TypeAlias = Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], BeforeValidator(as_count)]
+
+
 def as_algorithm(value: Any) -> Algorithm[Any]:
     """Make an algorithm from its `name` and settings."""
     if not isinstance(value, BaseModel):
@@ -130,8 +145,14 @@ class Experiment(Settings):
     )
     seed: int = Field(0, ge=0, description="Seed from which every worker's random state is derived.")
     steps: int = Field(1_000_000, ge=1, description="Environment steps to learn from.")
-    actors: int | None = Field(None, ge=1, description="Number of actors or gradient workers; null: one per core.")
-    envs: int = Field(8, ge=1, description="Environments per actor.")
+    actors: Count = Field(
+        "auto",
+        description="Number of actors or gradient workers; auto: one per core, less one for a learner beside them.",
+    )
+    envs: Count = Field(
+        "auto",
+        description="Environments per actor; auto: as many as make it faster, tried when the run begins (lockstep: 8).",
+    )
     queue: int = Field(2, ge=1, description="Batches of experience that may wait for the learner.")
     weights: Codec = Field(default_factory=Codec, description="How weights are sent to actors and evaluator.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Device of the learner.")
@@ -189,6 +210,12 @@ class Experiment(Settings):
             self._fits_replay(self.replay)
         if self.shared and self.device == "cuda":
             raise ValueError("device cuda: gradient workers run on the CPU, where their network is shared")
+        if self.envs != "auto" or self.lockstep:  # else a number is found for which this is true
+            self._fits_batch()
+        return self
+
+    def _fits_batch(self) -> None:
+        """Refuse numbers of environments from which no batch can be made."""
         pieces = self.algorithm.minibatches if isinstance(self.algorithm, HasMinibatches) else 1
         if pieces > self.batch_size and self.algorithm.experience.initial:
             raise ValueError(
@@ -196,28 +223,27 @@ class Experiment(Settings):
                 "network needs whole: lower minibatches, or raise algorithm.batch, actors or envs"
             )
         if self.replay or self.shared:
-            return self
+            return
         self._fits_lag(self.max_lag)
         # What waits is a multiple of both sizes' common divisor. Were it too much for one more put and still too little
         # for a batch, actors and learner would wait for each other.
-        if self.envs - math.gcd(self.envs, self.batch_size) > (self.queue - 1) * self.batch_size:
+        if self.env_count - math.gcd(self.env_count, self.batch_size) > (self.queue - 1) * self.batch_size:
             raise ValueError(
-                f"the {self.envs} items of one actor do not fit next to an incomplete batch in queue × batch = "
+                f"the {self.env_count} items of one actor do not fit next to an incomplete batch in queue × batch = "
                 f"{self.queue * self.batch_size}: raise queue or algorithm.batch, or lower envs"
             )
-        return self
 
     def _fits_lag(self, lag: int | None) -> None:
         """Refuse batches for which experience would be older than allowed, however the actors are slowed down."""
-        if lag is not None and (self.envs - 1) // self.batch_size > lag:
+        if lag is not None and (self.env_count - 1) // self.batch_size > lag:
             raise ValueError(
-                f"algorithm.batch {self.batch_size}: the {self.envs} items of one actor fill several batches, and the "
-                f"last would be more than max_lag {lag} versions old: raise algorithm.batch or max_lag, or lower envs"
+                f"algorithm.batch {self.batch_size}: the {self.env_count} items of one actor fill several batches, the "
+                f"last more than max_lag {lag} versions old: raise algorithm.batch or max_lag, or lower envs"
             )
-        if lag == 0 and self.batch_size % self.envs:
+        if lag == 0 and self.batch_size % self.env_count:
             raise ValueError(
                 f"algorithm.batch {self.batch_size}: with max_lag 0 a batch consists of whole rollouts, so it must be "
-                f"a multiple of envs {self.envs}"
+                f"a multiple of envs {self.env_count}"
             )
 
     def _fits_replay(self, replay: Replaying) -> None:
@@ -249,12 +275,20 @@ class Experiment(Settings):
     @property
     def actor_count(self) -> int:
         """The number of actors, or of gradient workers in a group."""
-        return self.actors or cores()
+        if self.actors != "auto":
+            return self.actors
+        waits = self.shared or self.lockstep or self.max_lag == 0
+        return cores() if waits or self.engine not in ("threads", "processes") else max(cores() - 1, 1)
+
+    @property
+    def env_count(self) -> int:
+        """The number of environments of each actor or gradient worker."""
+        return ENVS if self.envs == "auto" else self.envs
 
     @property
     def batch_size(self) -> int:
         """Items per update."""
-        return self.algorithm.batch or (1 if self.shared else self.actor_count) * self.envs
+        return self.algorithm.batch or (1 if self.shared else self.actor_count) * self.env_count
 
     @property
     def learner_threads(self) -> int:

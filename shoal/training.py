@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal import engines, envs, topology
+from shoal import engines, envs, sizing, topology
 from shoal.core import machine
 from shoal.core.errors import Fatal, SettingsError, ShoalError
 from shoal.core.settings import Replaying
@@ -121,6 +121,7 @@ def prepared(tree: Mapping[str, Any]) -> Iterator[tuple[Experiment, Any]]:
 def carry_out(experiment: Experiment, begun: Any, folder: Path, state: Mapping[str, Any]) -> Run:
     """Run an experiment in its folder, from a checkpoint's state or from the beginning."""
     with console.logging_to(folder / directory.LOG):
+        experiment = sizing.sized(experiment)
         files.write(folder / directory.CONFIG, as_yaml(experiment))
         provenance.write(folder, Path.cwd())
         steps = state.get("steps", 0)

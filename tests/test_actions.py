@@ -11,7 +11,7 @@ import pytest
 
 import shoal
 from shoal.core.errors import Fatal, SettingsError, ShoalError
-from shoal.envs import Environment, make
+from shoal.envs import Environment, check, make, spec_of
 from tests.pace import long
 from tests.programs import Allowing, Named
 
@@ -118,6 +118,16 @@ def test_an_unknown_wrapper_is_refused_with_the_nearest() -> None:
         make(Environment.model_validate({"id": "CartPole-v1", "wrappers": ["TimeLimits"]}), 1, seed=0)
     with pytest.raises(SettingsError, match=r"environment\.wrappers"):
         shoal.configure({"environment": {"id": "CartPole-v1", "wrappers": [3]}, "algorithm": {"name": "ppo"}})
+
+
+@pytest.mark.parametrize(("id", "kind"), [("ALE/Pong-v5", "an Atari game"), ("Catch", "a toy")])
+@pytest.mark.parametrize("setting", [{"wrappers": ["FlattenObservation"]}, {"mask": "allowed"}])
+def test_what_only_gymnasiums_environments_take_is_refused_elsewhere(
+    id: str, kind: str, setting: dict[str, Any]
+) -> None:
+    for use in (check, spec_of):
+        with pytest.raises(Fatal, match=f"is for Gymnasium's environments, and {id} is {kind}"):
+            use(Environment.model_validate({"id": id, **setting}))
 
 
 class Doubled(gymnasium.ObservationWrapper):  # type: ignore[type-arg]

@@ -138,6 +138,7 @@ def test_learning_is_held_to_published_scores(command: Any, tmp_path: Path) -> N
     assert log.read_text() == trained
     page = (tmp_path / "docs" / "results.md").read_text()
     assert "| `cartpole-ppo` | **" in page
+    assert "return of 3 episodes" in page
     assert "| `pong-ppo` | not run |" in page
     assert "![Evaluation returns of cartpole-ppo](pictures/learn_cartpole-ppo.png)" in page
     assert (tmp_path / "docs" / "pictures" / "learn_cartpole-ppo.png").read_bytes().startswith(b"\x89PNG")

@@ -79,7 +79,7 @@ def test_what_follows_from_the_settings():
         ("evaluation.every=70", 70),
         ("evaluation.target=null", None),
         ("evaluation.target=", None),
-        ("actors=~", None),
+        ("actors=~", "auto"),
         ("algorithm.network.hidden=[64, 32]", (64, 32)),
         ("algorithm.network.hidden=[]", ()),
         ("algorithm.gamma=1e-1", 0.1),
@@ -181,8 +181,8 @@ MISTAKES = {
         r"^algorithm\.network\.hidden\.0: .*, got 'a'$",
     ),
     "value where settings belong": (["evaluation=5"], r"^evaluation: .*, got 5$"),
-    "nothing where a number belongs": (["envs=null"], r"^envs: .*valid integer, got None$"),
-    "out of range": (["envs=0"], r"^envs: .*greater than or equal to 1, got 0$"),
+    "nothing where a number belongs": (["steps=null"], r"^steps: .*valid integer, got None$"),
+    "out of range": (["queue=0"], r"^queue: .*greater than or equal to 1, got 0$"),
     "out of range in the algorithm": (
         ["algorithm.gamma=1.5"],
         r"^algorithm\.gamma: .*less than .* 1, got 1\.5$",
@@ -224,7 +224,7 @@ MISTAKES = {
     ),
     "rollouts of several batches": (
         ["algorithm={name: ppo, batch: 8, max_lag: 1}", "envs=24"],
-        r"algorithm\.batch 8: the 24 items of one actor fill several batches, and the last would be more than max_lag",
+        r"algorithm\.batch 8: the 24 items of one actor fill several batches, the last more than max_lag",
     ),
     "more than the queue can hold": (
         ["envs=100", "algorithm.batch=16"],

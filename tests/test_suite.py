@@ -66,24 +66,28 @@ def test_what_a_test_leaves_is_ended_and_only_that_test_fails(tmp_path: Path) ->
         SPIN = "import os, sys; os.setsid(); print(os.getpid(), flush=True); exec('while True: pass')"
 
         def spin(*words):
-            process = subprocess.Popen([*words, sys.executable, "-c", SPIN], stdout=subprocess.PIPE, text=True)
-            pid = int(process.stdout.readline())
-            process.stdout.close()
+            return subprocess.Popen([*words, sys.executable, "-c", SPIN], stdout=subprocess.PIPE, text=True)
+
+        def note(pid):
             with (HERE / "pids").open("a") as file:
                 file.write(f"{pid} ")
-            return process
 
         def test_leaves_a_child():
             LEFT.append(spin())
+            with LEFT[-1].stdout as told:
+                note(int(told.readline()))
 
         def test_leaves_an_orphan():
             process = spin("bash", "-c", '"$@" & sleep 600', "bash")
+            with process.stdout as told:
+                note(int(told.readline()))
             process.kill()
             process.wait()
 
         @pytest.mark.timeout(0.5)
         def test_takes_too_long():
             LEFT.append(spin())
+            note(LEFT[-1].pid)  # before it runs: on a busy machine the test's time is up sooner
             while True:
                 time.sleep(0.01)
 

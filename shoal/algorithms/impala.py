@@ -37,6 +37,12 @@ class Impala(Settings):
     lambda_: float = Field(1.0, ge=0, le=1, description="Decay of the trace.")
     value_cost: float = Field(0.5, ge=0, description="Weight of the value loss.")
     entropy_cost: Schedule = Field(Schedule(start=0.01, shape="constant"), description="Weight of the entropy bonus.")
+    kl_cost: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of KL(actor's policy‖network's), which holds the network back where it has moved away from "
+        "the policy that acted: over several epochs, or with many environments.",
+    )
     clip_norm: float | None = Field(40 / SUMMED, gt=0, description="Largest gradient norm; null: unlimited.")
     rule: Literal["rmsprop", "adam"] = Field("rmsprop", description="Optimizer.")
     optimizer_epsilon: float = Field(
@@ -108,21 +114,26 @@ class Impala(Settings):
             self.c_bar,
             self.lambda_,
         )
+        scale = masked_mean(advantage.square(), mask).sqrt()
         if self.normalise_advantage:
             advantage = standardise(advantage, mask)
         policy_loss = policy_gradient(log_prob, advantage)
         value_loss = squared_error(value_now, vs)
         entropy = head.entropy(policy)
         each = policy_loss + self.value_cost * value_loss - self.entropy_cost.now * entropy
+        kl = head.kl(behaviour, policy)
+        if self.kl_cost:
+            each = each + self.kl_cost * kl  # the penalty of arXiv:1707.06347, §4
         with torch.no_grad():
             rho = log_rho.exp()
             metrics = {
                 "policy_loss": masked_mean(policy_loss, mask),
                 "value_loss": masked_mean(value_loss, mask),
                 "entropy": masked_mean(entropy, mask),
+                "advantage": scale,
                 "rho": masked_mean(rho, mask),
                 "clip_fraction": masked_mean((rho > self.rho_bar).float(), mask),
-                "kl": masked_mean(head.kl(behaviour, policy), mask),
+                "kl": masked_mean(kl, mask),
                 "explained_variance": explained_variance(value_now, vs, mask),
             }
             priority = time_mean((vs - value_now).abs(), mask)

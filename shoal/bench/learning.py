@@ -138,7 +138,8 @@ def results(folder: Path) -> list[Row]:
         if not runs:
             rows.append({**row, "runs": 0})
             continue
-        scores = [json.loads((run / SCORE).read_text())["mean"] for run in runs]
+        found = [json.loads((run / SCORE).read_text()) for run in runs]
+        scores = [one["mean"] for one in found]
         summaries = [json.loads((run / "summary.json").read_text()) for run in runs]
         start = json.loads((runs[0] / "provenance.json").read_text())[-1]
         low, high = interval(scores)
@@ -150,6 +151,7 @@ def results(folder: Path) -> list[Row]:
                 "low": low,
                 "high": high,
                 "scores": scores,
+                "episodes": sorted({one["episodes"] for one in found}),
                 "sticky": summaries[0].get("sticky"),
                 "steps": median(summary["steps"] for summary in summaries),
                 "seconds": median(summary["seconds"] for summary in summaries),
@@ -172,12 +174,14 @@ def write_page(folder: Path, page: Path) -> None:
     from shoal.display.plots import comparison
     from shoal.run import Run
 
+    rows = results(folder)
+    episodes = " or ".join(str(one) for one in sorted({one for row in rows for one in row.get("episodes", [])}))
     lines = [
         "# Results",
         "",
         "What the shipped configs reach, beside published figures. This page is written by",
         "[`shoal bench learn`](commands/bench.md#learn). A score is the mean over runs of the mean return of "
-        f"{EPISODES} episodes",
+        f"{episodes or EPISODES} episodes",
         "of the last policy, without exploration, with its 95 % bootstrap interval over runs; then that of each run.",
         "An Atari step is one action, repeated for 4 frames; scores of Atari games say how sticky actions were.",
         "",
@@ -185,7 +189,7 @@ def write_page(folder: Path, page: Path) -> None:
         "|---|---|---|---|---|---|---|---|",
     ]
     pictures: list[str] = []
-    for row in results(folder):
+    for row in rows:
         published = f"{row['reference']} ({row['source']})"
         if not row["runs"]:
             lines.append(f"| `{row['task']}` | not run | | | | | `{row['config']}` | {published} |")

@@ -59,7 +59,7 @@ def _measure(config: str, seconds: float, changes: dict[str, Any], barrier: Any,
     from shoal.experiment import load
 
     experiment = load(config_file(config), {"steps": 10**12, "threads": 1, **changes})
-    vector = envs.make(experiment.environment, experiment.envs, seed=core)
+    vector = envs.make(experiment.environment, experiment.env_count, seed=core)
     actions = np.random.randint(vector.spec.action.size, size=(1000, vector.size))
     vector.reset()
     barrier.wait(timeout=120)

@@ -86,7 +86,8 @@ def kinds(annotation: Any, titles: Mapping[Model, str], limits: str = "") -> Ite
         for part in parts:
             yield from kinds(part, titles, limits)
     elif origin is Annotated:
-        yield from kinds(parts[0], titles, limits)
+        own = "".join(bounds(part) for part in parts[1:] if isinstance(part, FieldInfo))
+        yield from kinds(parts[0], titles, own or limits)
     elif origin is Literal:
         yield " or ".join(f"`{part}`" for part in parts)
     elif annotation is Schedule:

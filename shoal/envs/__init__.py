@@ -77,6 +77,7 @@ def make(
     from shoal.envs import atari, gymnasium, toy
     from shoal.envs.vector import Vector
 
+    _refuse_unused(environment)
     if atari.is_atari(environment.id):
         if environment.arguments:
             raise Fatal(f"{environment.id} takes no arguments; its settings are in `atari`: {[*Atari.model_fields]}")
@@ -95,10 +96,20 @@ def check(environment: Environment) -> None:
     """Refuse an id that does not exist, without making the environment."""
     from shoal.envs import atari, gymnasium, toy
 
+    _refuse_unused(environment)
     if atari.is_atari(environment.id):
         atari.rom(environment.id)
     elif environment.id not in toy.ENVS:
         gymnasium.check(environment.id)
+
+
+def _refuse_unused(environment: Environment) -> None:
+    """Refuse what only Gymnasium's environments take, so that nobody counts on it."""
+    if is_atari(environment.id) or environment.id in TOYS:
+        for name in ("wrappers", "mask"):
+            if getattr(environment, name):
+                kind = "an Atari game: see `atari`" if is_atari(environment.id) else "a toy environment"
+                raise Fatal(f"`environment.{name}` is for Gymnasium's environments, and {environment.id} is {kind}")
 
 
 def spec_of(environment: Environment) -> Spec:

@@ -17,7 +17,8 @@ from shoal.core.recipe import find, permit
 from shoal.core.types import MASK, Array
 from shoal.envs.spaces import actions
 
-EXTRAS = {"pygame": "video", "box2d": "box2d", "mujoco": "mujoco"}  # what an error names → who brings it
+# What an error names → the extra that brings it.
+EXTRAS = {"pygame": "video", "box2d": "box2d", "mujoco": "mujoco", "minigrid": "minigrid", "minatar": "minatar"}
 # Pictures need neither a screen nor a loudspeaker, and the libraries that draw them should print nothing.
 QUIET = {"PYGAME_HIDE_SUPPORT_PROMPT": "1", "SDL_VIDEODRIVER": "dummy", "SDL_AUDIODRIVER": "dummy"}
 
@@ -35,9 +36,8 @@ def create(
     """
     import gymnasium
 
-    if module := id.rpartition(":")[0]:
-        permit(module)  # since making it imports it
     with explained(id):
+        register(id)
         if render:
             environment = _create_drawn(id, arguments)
         else:
@@ -92,12 +92,21 @@ def check(id: str) -> None:
     """Refuse an id that nobody registered, without making the environment."""
     import gymnasium
 
-    module, _, name = id.rpartition(":")
     with explained(id):
-        if module:
-            permit(module)
-            importlib.import_module(module)
-        gymnasium.spec(name)
+        register(id)
+        gymnasium.spec(id.rpartition(":")[2])
+
+
+def register(id: str) -> None:
+    """Import the module of an id, which registers its environments then, or offers a function that does."""
+    import gymnasium
+
+    module, _, name = id.rpartition(":")
+    if module:
+        permit(module)
+        found = importlib.import_module(module)
+        if name not in gymnasium.registry and hasattr(found, "register_envs"):
+            found.register_envs()
 
 
 @contextmanager
@@ -112,6 +121,8 @@ def explained(id: str) -> Iterator[None]:
     except gymnasium.error.Error as error:
         raise Fatal(f"unknown environment {id!r}: {error} {_nearest(id)}") from error
     except ModuleNotFoundError as error:
+        if error.name in EXTRAS:
+            raise Fatal(_missing(id, error)) from error
         raise Fatal(f"environment {id!r} could not be imported: {error}") from error
 
 

@@ -32,7 +32,7 @@ def act(
     own = int(np.random.randint(2**31))
     policy: Follower | None = None
     while True:
-        envs = make(experiment.environment, experiment.envs, seed=derive(own, period))
+        envs = make(experiment.environment, experiment.env_count, seed=derive(own, period))
         try:
             policy = policy or Follower(experiment.algorithm, envs.spec, experiment.actor_device)
             if experiment.lockstep:  # a period depends on its number only, not on what came before
@@ -68,7 +68,7 @@ def fill(
 
     while True:
         algorithm = at(experiment.algorithm, policy.steps, experiment.steps)
-        while experiment.max_lag is not None and not store.admit(index, policy.version, experiment.envs):
+        while experiment.max_lag is not None and not store.admit(index, policy.version, experiment.env_count):
             yield False
             if over():
                 return

@@ -60,7 +60,7 @@ def gradient(
     chief: Chief | Delegate | None = None
     while model is None or not over(experiment, model):
         period = int(block["period"])
-        envs = make(experiment.environment, experiment.envs, seed=derive(own, period))
+        envs = make(experiment.environment, experiment.env_count, seed=derive(own, period))
         try:
             if model is None:
                 model = SharedModel(experiment.algorithm, envs.spec, block, index)

@@ -34,6 +34,21 @@ def test_loss_is_the_papers(specs, rollout, kind, network):
         np.testing.assert_allclose(loss.priority[item], priority, rtol=1e-4)
 
 
+def test_the_policy_is_held_back_where_it_has_moved(specs, rollout):
+    algorithm = Impala(network=SMALL)
+    net = algorithm.build(specs["discrete"])
+    batch = rollout(algorithm, net, specs["discrete"])
+    net = wander(net)
+    held = (
+        algorithm.model_copy(update={"kl_cost": 0.7}).loss(net, net, batch).each - algorithm.loss(net, net, batch).each
+    )
+    acted = batch.record["policy"].double().numpy()
+    now = net.unroll(batch)[0][:-1].detach().double().numpy()
+    kl = (np.exp(acted) * (acted - now)).sum(-1) * batch.mask.numpy()
+    np.testing.assert_allclose(held.detach(), 0.7 * kl.mean(0), rtol=1e-4, atol=1e-6)
+    assert held.requires_grad
+
+
 @pytest.mark.parametrize("distribution", ["clipped", "squashed"])
 @pytest.mark.parametrize("kind", ["discrete", "continuous"])
 @pytest.mark.parametrize("network", [SMALL, LSTM, ActorCriticArchitecture(hidden=(8,), separate=True)])

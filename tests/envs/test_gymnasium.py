@@ -14,7 +14,7 @@ from gymnasium import spaces
 from shoal.core.errors import Fatal
 from shoal.core.tree import map_tree
 from shoal.core.types import ActionSpec, ArraySpec
-from shoal.envs import Environment, make
+from shoal.envs import Environment, check, make, spec_of
 from shoal.envs.spaces import actions, observations
 
 
@@ -238,6 +238,36 @@ def test_an_unlike_id_names_the_toys():
 def test_a_missing_module():
     with pytest.raises(Fatal, match="'no_such_module:Pond-v0' could not be imported"):
         make(Environment(id="no_such_module:Pond-v0"), 1, seed=0)
+
+
+def test_a_missing_module_of_an_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "minigrid", None)  # as if it were not installed
+    for use in (check, spec_of):
+        with pytest.raises(Fatal, match=r"minigrid:MiniGrid-Empty-5x5-v0 needs .*: pip install 'shoal\[minigrid\]'"):
+            use(Environment(id="minigrid:MiniGrid-Empty-5x5-v0"))
+
+
+def test_a_module_may_offer_to_register_its_environments(tmp_path, monkeypatch):
+    (tmp_path / "pond.py").write_text(
+        "import gymnasium\n"
+        "def register_envs():\n"
+        "    gymnasium.register('Pond-v0', entry_point='gymnasium.envs.classic_control:CartPoleEnv')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        check(Environment(id="pond:Pond-v0"))
+        assert spec_of(Environment(id="pond:Pond-v0")).action.size == 2
+    finally:
+        gymnasium.registry.pop("Pond-v0", None)
+
+
+def test_a_text_is_left_out_by_a_wrapper():
+    """MiniGrid shows a picture, a direction, and its mission in words."""
+    id = "minigrid:MiniGrid-DoorKey-5x5-v0"
+    with pytest.raises(Fatal, match=r"MissionSpace.*is not supported.*minigrid\.wrappers:ImgObsWrapper"):
+        spec_of(Environment(id=id))
+    found = spec_of(Environment.model_validate({"id": id, "wrappers": ["minigrid.wrappers:ImgObsWrapper"]}))
+    assert found.observation.shape == (3, 7, 7)
 
 
 def test_wrong_arguments():

@@ -40,7 +40,7 @@ def batches(experiment: Any, net: Any, count: int) -> list[Any]:
     """Fresh experience of a network."""
     torch.manual_seed(0)
     np.random.seed(0)
-    vector = envs.make(experiment.environment, experiment.envs, seed=1)
+    vector = envs.make(experiment.environment, experiment.env_count, seed=1)
     rollout = Rollout(experiment, 0, vector, net, CPU)
     found: list[Any] = []
     while len(found) < count:
@@ -151,7 +151,7 @@ def test_the_replay_is_learned_from_as_often_as_its_ratio_says() -> None:
     replay = {"capacity": 100, "minimum": 1}
     experiment, spec, block = prepared({"name": "a3c", "replay": replay, "replay_ratio": 3})
     model = SharedModel(experiment.algorithm, spec, block, 0)
-    vector = envs.make(experiment.environment, experiment.envs, seed=1)
+    vector = envs.make(experiment.environment, experiment.env_count, seed=1)
     rollout = Rollout(experiment, 0, vector, model.own, CPU)
     while (items := rollout.act(experiment.algorithm, 0)) is None:
         pass
