@@ -121,6 +121,11 @@ def as_algorithm(value: Any) -> Algorithm[Any]:
     missing = [name for name in vars(Algorithm) if not (name.startswith("_") or hasattr(value, name))]
     if missing:
         raise ValueError(f"{type(value).__name__} is not an algorithm: it has no {', '.join(missing)}")
+    if isinstance(value, HasReplay) and not isinstance(value.replay, Replaying | None):
+        raise ValueError(
+            f"{type(value).__name__} is not an algorithm: its replay is a {type(value.replay).__name__}, not a "
+            "shoal.core.settings.Replaying or None"
+        )
     return value  # type: ignore[no-any-return]
 
 

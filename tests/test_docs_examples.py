@@ -99,6 +99,9 @@ def test_the_algorithm_of_the_page_solves_cartpole(tmp_path: Path) -> None:
         assert told["engine"] == engine
         assert told["algorithm"] == "actorcritic"
         assert told["best_evaluation"] >= 475
+    told = summary(tmp_path, "dqn")
+    assert told["algorithm"] == "dqn"
+    assert told["best_evaluation"] >= 475
 
 
 @pytest.mark.long

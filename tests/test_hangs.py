@@ -57,11 +57,23 @@ def until(fact: Any, process: subprocess.Popen[str]) -> None:
 def test_a_step_that_hangs_ends_the_run_and_says_where(hosted: Any, engine: str, tmp_path: Path) -> None:
     marker = tmp_path / "hangs"
     world = {"id": "tests.programs:Hanging-v0", "arguments": {"marker": str(marker)}}
-    letting_go = threading.Timer(seconds(5), marker.with_suffix(".released").touch)  # a thread cannot be ended
+    over = threading.Event()
+
+    def let_go() -> None:  # a thread cannot be ended
+        while not (marker.exists() or over.is_set()):
+            over.wait(0.02)
+        over.wait(seconds(5))
+        marker.with_suffix(".released").touch()
+
+    letting_go = threading.Thread(target=let_go)
     letting_go.start()
-    with pytest.raises(Stalled) as caught:
-        shoal.train({**BASE, "environment": world, "engine": engine, "limits": {"stall": seconds(3)}}, tmp_path / "run")
-    letting_go.join()
+    try:
+        with pytest.raises(Stalled) as caught:
+            shoal.train({**BASE, "environment": world, "engine": engine, "limits": {"stall": seconds(3)}},
+                        tmp_path / "run")  # fmt: skip
+    finally:
+        over.set()
+        letting_go.join()
     told = str(caught.value)
     assert "actor-0 has been inside a step of environment 0 of 2 (tests.programs:Hanging-v0) for" in told
     assert "while not self.marker" in told or "time.sleep(0.01)" in told  # where it stands

@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 import pytest
 
+from shoal.engines.ray import RayHost
 from tests import pace
 from tests.pace import long
 
@@ -66,7 +67,7 @@ class Storm:
                     name = process.name()
                     if WORKERS.match(name):
                         found.setdefault(name.split("-")[0], []).append(process)
-                    elif name.startswith("ray::Host"):
+                    elif name.startswith(f"ray::{RayHost.__name__}"):
                         found.setdefault("ray actor", []).append(process)
         for node in self.nodes:
             with suppress(psutil.Error):
@@ -140,6 +141,7 @@ def test_runs_end_solved_or_say_why_whatever_is_killed(
         storm.rage(min(blows - sum(total.values()), 10), pace.seconds(240))
         total, number = total + storm.blows, number + 1
         ends.append(storm.outcome())
+        assert number < 5 or total, "nobody was there to be hit"
         for node in storm.nodes:
             node.kill()
     table = f"{engine}: {sum(total.values())} blows over {number} runs: {dict(sorted(total.items()))}\n{Counter(ends)}"

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import Field
 
 from shoal.core import algorithm as hooks
 from shoal.core.errors import SettingsError
 from shoal.experiment import configure
+from tests.programs import Checker
 
 PAGE = Path(__file__).parents[2] / "docs" / "extend" / "algorithm.md"
 HOOKS = {
@@ -33,6 +35,17 @@ def test_an_algorithm_without_hooks_gets_the_defaults() -> None:
     assert found == {"max_lag"}
     assert (experiment.replay, experiment.actor_priorities) == (None, False)
     assert experiment.topology_name == "actors_and_learner"
+
+
+class Careless(Checker):
+    """Writes its replay as it would in YAML."""
+
+    replay: dict[str, int] = Field({"capacity": 10}, description="No settings.")
+
+
+def test_a_replay_of_another_type_is_refused_in_words() -> None:
+    with pytest.raises(SettingsError, match=r"its replay is a dict, not a shoal\.core\.settings\.Replaying or None"):
+        configure({**BASE, "algorithm": {"name": "tests.core.test_algorithm:Careless"}})
 
 
 @pytest.mark.parametrize("name", ["dqn", "apex_dqn", "r2d2", "ngu"])
