@@ -64,7 +64,7 @@ def test_findings_are_shown_as_a_table_or_as_lines(capsys: pytest.CaptureFixture
 
 
 # The others go through the same parts, and take longer.
-QUICK = {"calls", "cartpole", "replay"}
+QUICK = {"calls", "replay"}
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=LONG) for name in BENCHMARKS])
