@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 LONG = pytest.mark.long
 
 
+@LONG
 def test_engines_are_measured_with_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(engines.TRAINING, "steps", 2_000)
     monkeypatch.setitem(engines.TRAINING, "log_every", 0.1)

@@ -245,6 +245,7 @@ cp -r "$1/run" "$5"
 """
 
 
+@pytest.mark.long
 def test_a_disk_that_becomes_read_only_is_told_and_training_goes_on(tmp_path: Path) -> None:
     config = settings("ppo", engine="inline", steps=10**7, checkpoints={"every": 200})
     (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(config))

@@ -170,6 +170,7 @@ def test_marks_are_inherited_by_tests_that_run_tests() -> None:
     assert os.environ[leftovers.VARIABLE] == leftovers.MARK
 
 
+@pytest.mark.long
 def test_one_process_has_all_tests_of_a_group(tmp_path: Path) -> None:
     """There is one Ray on a machine at a time: it would be started in every process that runs one of these tests."""
     code = """

@@ -241,7 +241,7 @@ def test_nothing_survives_a_killed_head(training: Any) -> None:
     ("engine", "number"),
     [
         ("processes", signal.SIGINT),
-        ("processes", signal.SIGTERM),
+        long("processes", signal.SIGTERM),
         ("cluster", signal.SIGINT),
         long("inline", signal.SIGINT),
         long("threads", signal.SIGINT),
