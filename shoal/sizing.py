@@ -37,8 +37,8 @@ def sized(experiment: Experiment) -> Experiment:
         sizes = [size for size in allowed if SIZES[0] <= size <= most(experiment)] or few[-1:] or sizes
     speeds = tried(experiment, sizes) if len(sizes) > 1 else {}
     size = best(speeds) if speeds else min(sizes, key=lambda size: abs(size - experiment.env_count))
-    log.info("auto: %d actors of %d environments%s", experiment.actor_count, size,
-             "".join(f"; with {size} one makes {speed:,.0f} steps/s" for size, speed in speeds.items()))  # fmt: skip
+    log.info("auto: actors=%d envs=%d%s", experiment.actor_count, size,
+             "".join(f"; an actor with {size}: {speed:,.0f} steps/s" for size, speed in speeds.items()))  # fmt: skip
     return validate(tree | {"envs": size})
 
 

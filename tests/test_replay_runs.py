@@ -47,6 +47,12 @@ def test_ngu_reaches_the_far_end_and_r2d2_does_not(tmp_path: Path) -> None:
     assert r2d2.summary["best_evaluation"] < 0.1  # it stays at the near end, which pays 0.001 a step
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("config", ["r2d2_memory", "ngu_chain"])
+def test_actors_that_do_not_wait_fill_a_recurrent_replay(config: str, tmp_path: Path) -> None:
+    assert shoal.train(CONFIGS / f"{config}.yaml", tmp_path / "run", engine="processes", actors=2, envs=4).solved
+
+
 SMALL = {"hidden": [16], "activation": "relu"}
 KEPT = {"capacity": 300, "minimum": 40, "samples_per_insert": 4, "alpha": 0.6, "chunk": 4}
 ALGORITHMS: dict[str, Any] = {

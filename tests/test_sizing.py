@@ -49,7 +49,7 @@ def test_as_many_environments_as_make_an_actor_faster(asked: list[int], caplog: 
     found = sizing.sized(experiment(**{"algorithm.batch": 64}))
     assert (found.actors, found.envs) == (1, 32)
     assert asked == [4, 8, 16, 32, 64]  # 64 have 1.13 times the speed of 32
-    assert "auto: 1 actors of 32 environments; with 4 one makes 286 steps/s" in caplog.text
+    assert "auto: actors=1 envs=32; an actor with 4: 286 steps/s" in caplog.text
 
 
 def test_numbers_that_are_given_are_kept(asked: list[int]) -> None:
@@ -113,7 +113,7 @@ def test_the_numbers_are_written_down_and_kept(tmp_path: Path) -> None:
     run = shoal.train({**RUN, "envs": "auto"}, tmp_path / "run")
     written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert written["envs"] in sizing.SIZES
-    assert "auto: 1 actors of" in (tmp_path / "run" / "log.txt").read_text()
+    assert "auto: actors=1 envs=" in (tmp_path / "run" / "log.txt").read_text()
     shoal.resume(run.directory, steps=600)
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["envs"] == written["envs"]
     assert (tmp_path / "run" / "log.txt").read_text().count("auto:") == 1
