@@ -31,11 +31,13 @@ class Task:
 
 CLEANRL = "[CleanRL](https://docs.cleanrl.dev)"
 SLM = "[SLM Lab](https://github.com/kengz/SLM-Lab/blob/master/docs/BENCHMARKS.md)"
+ZOO = "[SB3 zoo](https://github.com/DLR-RM/rl-baselines3-zoo/blob/master/benchmark.md), one run"
 GYMNASIUM = "[Gymnasium](https://gymnasium.farama.org/environments/classic_control/cart_pole/), the reward threshold"
 TASKS: dict[str, Task] = {
     "cartpole-ppo": Task("ppo_cartpole", "475", GYMNASIUM),
     "cartpole-impala": Task("impala_cartpole", "475", GYMNASIUM),
     "cartpole-dqn": Task("dqn_cartpole", "475", GYMNASIUM),
+    "doorkey-ppo": Task("ppo_doorkey", "0.964, PPO, 100 k steps", ZOO),
     "lunarlander-apex": Task("apex_dqn_lunarlander", "265.9, double DQN with priorities, 300 k steps", SLM),
     "pong-ppo": Task("ppo_pong", "20.36 ± 0.20, PPO, 10 M steps", CLEANRL),
     "pong-impala": Task("impala_pong", "20.36 ± 0.20, PPO, 10 M steps", CLEANRL),
@@ -86,7 +88,7 @@ def run_folder(folder: Path, name: str, seed: int) -> Path:
 
 
 def ended(run: Path) -> bool:
-    """Whether a run has used up its steps, or reached its target."""
+    """Whether a run has used up its steps."""
     from shoal.run import Run
 
     summary = Run(run).summary if (run / "config.yaml").exists() else {}
@@ -96,7 +98,9 @@ def ended(run: Path) -> bool:
 def _start(name: str, seed: int, folder: Path, overrides: Sequence[str]) -> subprocess.Popen[str]:
     run = run_folder(folder, name, seed)
     if not (run / "config.yaml").exists():
-        words = ["train", config_file(TASKS[name].config), f"seed={seed}", *overrides, "--run-dir", str(run)]
+        # To the last step, since the policy that is scored is the last: not the one that once reached a target.
+        settings = [f"seed={seed}", "evaluation.target=null", *overrides]
+        words = ["train", config_file(TASKS[name].config), *settings, "--run-dir", str(run)]
     else:
         words = ["resume", str(run), *overrides]
     run.parent.mkdir(parents=True, exist_ok=True)
