@@ -32,9 +32,9 @@ def sized(experiment: Experiment) -> Experiment:
     tree = experiment.model_dump(mode="json") | {"actors": experiment.actor_count}
     sizes = [experiment.env_count]
     if experiment.envs == "auto" and not experiment.lockstep:  # lockstep repeats a run, whatever the machine's mood
-        allowed = [size for size in (1, 2, *SIZES) if fits(tree, size)]
+        allowed, highest = [size for size in (1, 2, *SIZES) if fits(tree, size)], most(experiment)
         few = [size for size in allowed if size <= SIZES[0]]
-        sizes = [size for size in allowed if SIZES[0] <= size <= most(experiment)] or few[-1:] or sizes
+        sizes = [size for size in allowed if SIZES[0] <= size <= highest] or few[-1:] or sizes
     speeds = tried(experiment, sizes) if len(sizes) > 1 else {}
     size = best(speeds) if speeds else min(sizes, key=lambda size: abs(size - experiment.env_count))
     log.info("auto: actors=%d envs=%d%s", experiment.actor_count, size,

@@ -121,7 +121,7 @@ class Impala(Settings):
         value_loss = squared_error(value_now, vs)
         entropy = head.entropy(policy)
         each = policy_loss + self.value_cost * value_loss - self.entropy_cost.now * entropy
-        kl = head.kl(behaviour, policy)
+        kl = head.kl(behaviour, policy if self.kl_cost else policy.detach())  # else it is only a metric
         if self.kl_cost:
             each = each + self.kl_cost * kl  # the penalty of arXiv:1707.06347, §4
         with torch.no_grad():

@@ -145,8 +145,9 @@ class QNetwork(nn.Module):
 
     def scores(self, outputs: Tensor, observation: Any) -> Tensor:
         """The mean values [..., A] of outputs [..., A, N], low where the observation does not allow an action."""
-        means = outputs.mean(-1) if self.support is None else outputs.softmax(-1) @ self.support
-        return masked(means, split_mask(observation)[1])
+        if self.support is None:
+            return outputs.mean(-1)  # masked by the forward pass
+        return masked(outputs.softmax(-1) @ self.support, split_mask(observation)[1])
 
     def values(self, step: Step, noise: bool = False) -> Tensor:
         """The mean values [B, A] of one step, for networks without memory; with noise, where layers have it."""

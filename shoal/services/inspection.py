@@ -76,10 +76,9 @@ def action_problem(action: Array, choices: Sequence[int]) -> str:
     """What is wrong with actions [T, B] or [T, B, K], empty if nothing."""
     if all(choices) and action.dtype.kind not in "iu":
         return f"actions are of type {action.dtype}, not integers below {max(choices)}"
-    columns = action.reshape(-1, len(choices)) if action.size % len(choices) == 0 else action.reshape(-1, 1)
-    if columns.shape[1] != len(choices) or (len(choices) > 1 and action.shape[-1] != len(choices)):
+    if len(choices) > 1 and action.shape[-1:] != (len(choices),):
         return f"actions of shape {action.shape} do not have {len(choices)} numbers each"
-    for column, count in zip(columns.T, choices, strict=True):
+    for column, count in zip(action.reshape(-1, len(choices)).T, choices, strict=True):
         if count and column.size and (column.min() < 0 or column.max() >= count or (column % 1).any()):
             return f"an action lies outside 0 to {count - 1}"
     return ""
