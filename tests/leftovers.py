@@ -11,6 +11,7 @@ import secrets
 import signal
 import sys
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.engines.simulated import LOOPBACK
 VARIABLE = "SHOAL_TEST"
 # Of this process; tests that run tests pass theirs on as its beginning.
 MARK = f"{os.environ.get(VARIABLE, '')}/{os.getpid()}-{secrets.token_hex(4)}"
+KILLED = 10.0  # seconds that a busy machine may take to end what was killed
 KEPT: set[int] = set()  # processes, and ports of torch's store, that are there for all tests
 
 
@@ -46,6 +48,11 @@ def _read(pid: int | str, name: str) -> bytes:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:  # it has ended, or belongs to someone else
         return b""
+
+
+def running(pid: int) -> bool:
+    """Whether a process runs: one that has ended but was not waited for has no command line any more."""
+    return _read(pid, "cmdline") != b""
 
 
 def _children(pid: int | str) -> set[int]:
@@ -73,8 +80,12 @@ def end(pids: set[int]) -> None:
                 os.killpg(pid, signal.SIGKILL)
             os.kill(pid, signal.SIGKILL)
     for pid in pids:
-        with suppress(ChildProcessError):  # not this process's own
+        try:
             os.waitpid(pid, 0)
+        except ChildProcessError:  # not this process's own
+            limit = time.monotonic() + KILLED
+            while running(pid) and time.monotonic() < limit:
+                time.sleep(0.01)
 
 
 def blocks() -> set[str]:

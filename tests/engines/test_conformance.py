@@ -202,14 +202,15 @@ def test_a_worker_that_waits_is_woken(build: Any, name: str) -> None:
 
 @RAY_TOO
 def test_nothing_moving_is_reported_and_ends_the_run(build: Any, name: str) -> None:
-    engine = build(name, stall=1.0, homes={"shelf": "two"})
+    stall = seconds(2.0)  # in which both have called, and said so
+    engine = build(name, stall=stall, homes={"shelf": "two"})
     shelf = engine.serve("shelf", programs.Shelf)
     engine.run("two", programs.until, shelf, "never", 1)
     engine.run("one", programs.until, shelf, "neither", 1)
     with pytest.raises(Stalled) as caught:
         engine.wait("one")
     report = str(caught.value)
-    assert "no worker made progress for 1 s" in report
+    assert f"no worker made progress for {stall:g} s" in report
     assert "one: 0 moves, last called shelf.get" in report
     assert "two: 0 moves, last called shelf.get" in report
     assert "programs.py" in report  # where they stand
@@ -227,7 +228,7 @@ def released() -> Iterator[None]:
 @EVERY
 @pytest.mark.parametrize("lockstep", [False, True], ids=["free", "lockstep"])
 def test_one_stuck_worker_ends_the_run_whoever_else_moves(build: Any, released: Any, name: str, lockstep: bool) -> None:
-    engine = build(name, stall=1.0, lockstep=lockstep)
+    engine = build(name, stall=seconds(1.0), lockstep=lockstep)
     shelf = engine.serve("shelf", programs.Shelf)
     engine.run("busy", programs.count_up, shelf, "count")
     engine.run("stuck", programs.stuck, shelf)
@@ -313,7 +314,7 @@ def test_what_takes_long_is_said_now_and_then(
 
 @EVERY
 def test_an_observer_does_not_count_as_movement(build: Any, name: str) -> None:
-    engine = build(name, stall=1.0, observers=frozenset({"watcher"}))
+    engine = build(name, stall=seconds(1.0), observers=frozenset({"watcher"}))
     shelf = engine.serve("shelf", programs.Shelf)
     engine.run("watcher", programs.count_up, shelf, "watched")
     engine.run("one", programs.until, shelf, "neither", 1)
@@ -323,7 +324,7 @@ def test_an_observer_does_not_count_as_movement(build: Any, name: str) -> None:
 
 @EVERY
 def test_a_full_store_holds_the_caller_back(build: Any, name: str) -> None:
-    engine = build(name, stall=1.0, homes={"store": "host"})
+    engine = build(name, stall=seconds(1.0), homes={"store": "host"})
     store = engine.serve("store", Queue, 10)
     engine.run("host", programs.idle)
     engine.run("filler", programs.fill, store, 4)
