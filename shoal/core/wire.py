@@ -126,6 +126,8 @@ def shared_size(value: Any, threshold: int = THRESHOLD) -> int:
     """Room that the arrays of a value would take in a shared block."""
     if isinstance(value, np.ndarray):
         return aligned(value.nbytes) if value.nbytes >= threshold else 0
+    if value is None or isinstance(value, int | float | str):  # most answers, at once
+        return 0
     if isinstance(value, Mapping):
         return sum(shared_size(item, threshold) for item in value.values())
     if isinstance(value, list | tuple):

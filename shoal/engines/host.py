@@ -191,7 +191,8 @@ class Host:
         call_as(caller if rights is None else rights.caller)
         if rights is not None:
             rights.check(service, method)
-        self.ready.wait()
+        if not self.ready.is_set():
+            self.ready.wait()
         if service not in self.services:
             raise ShoalError(f"there is no service {service!r}")
         return self.services[service].call(method, args)
