@@ -289,7 +289,9 @@ def test_nodes_join_and_leave_while_a_run_goes_on(net: Net) -> None:
         trust = ("--pin", net.trust.fingerprint, "--token", net.folder / "secret", "--name", machine.name)
         return machine.shoal("node", "--join", where, *trust, "--slots", 1)
 
-    head = net.train("impala_cartpole.yaml", "actors=2", f"network.listen={net.head.address}:{PORT}", *IMPATIENT)
+    head = net.train(
+        "impala_cartpole.yaml", "actors=2", "steps=500_000", f"network.listen={net.head.address}:{PORT}", *IMPATIENT
+    )
     nodes = [join(first)]
     until(lambda: first.says("holds actor-0, actor-1"), 60, "the first node has no work")
     until(lambda: net.steps() > 0, 60, "nothing was learned")

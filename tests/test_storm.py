@@ -43,7 +43,14 @@ class Storm:
         self.nodes: list[subprocess.Popen[bytes]] = []
         self.log = folder / "head.log"
         self.environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
-        words = ["actors=2", "limits.silence=5", "limits.restarts=50", "limits.stall=60", f"seed={seed}"]
+        words = [
+            "actors=2",
+            "steps=500_000",
+            "limits.silence=5",
+            "limits.restarts=50",
+            "limits.stall=60",
+            f"seed={seed}",
+        ]
         if engine == "cluster":
             self.ports = [free_port() for _ in range(2)]
             self.nodes = [self._node(port) for port in self.ports]

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from shoal.core.settings import Schedule, Settings
 from shoal.core.types import Act, Batch, Loss, Sequence, Spec, Step
 from shoal.losses.masking import masked_mean, standardise, time_mean
-from shoal.losses.policy import policy_gradient
+from shoal.losses.policy import clipped_surrogate, outside, policy_gradient
 from shoal.losses.returns import vtrace
 from shoal.losses.value import explained_variance, squared_error
-from shoal.nets.actor_critic import ActorCritic, ActorCriticArchitecture, raw_action, remembered
+from shoal.nets.actor_critic import ActorCritic, ActorCriticArchitecture, raw_action, remembered, single_steps
 from shoal.nets.optimizers import make_optimizer
 
 # The paper sums its loss over 20 steps of 32 sequences. Here it is a mean, so what it compares with the size of a
@@ -37,11 +37,12 @@ class Impala(Settings):
     lambda_: float = Field(1.0, ge=0, le=1, description="Decay of the trace.")
     value_cost: float = Field(0.5, ge=0, description="Weight of the value loss.")
     entropy_cost: Schedule = Field(Schedule(start=0.01, shape="constant"), description="Weight of the entropy bonus.")
-    kl_cost: float = Field(
-        0.0,
-        ge=0,
-        description="Weight of KL(actor's policy‖network's), which holds the network back where it has moved away from "
-        "the policy that acted: over several epochs, or with many environments.",
+    # arXiv:2006.11751, §3.4: V-trace for the values, the bound for the policy. Null is the paper's single pass.
+    clip: float | None = Field(
+        None,
+        gt=0,
+        description="Bound ε of the ratio to the policy that acted, beyond which it is pushed no further (PPO's); "
+        "several epochs, or a long lag, need one; null: none.",
     )
     clip_norm: float | None = Field(40 / SUMMED, gt=0, description="Largest gradient norm; null: unlimited.")
     rule: Literal["rmsprop", "adam"] = Field("rmsprop", description="Optimizer.")
@@ -93,48 +94,68 @@ class Impala(Settings):
         return net.act(step, carry, greedy=rank is None and self.evaluation_policy == "mode")
 
     def prepare(self, net: ActorCritic, batch: Batch) -> Batch:
-        """Update running statistics."""
+        """Update running statistics; with a bound on the ratio, estimate targets and advantages once for all epochs.
+
+        A network without memory then takes single steps, so that minibatches are drawn from all of them alike.
+        """
         net.observe(batch)
-        return batch
+        if self.clip is None:
+            return batch
+        with torch.no_grad():
+            policy, value, _ = net.unroll(batch)
+            raw = raw_action(batch)
+            log_rho = net.head.log_prob(policy[:-1], raw) - net.head.log_prob(batch.record["policy"], raw)
+            target, advantage = self._estimate(net, batch, log_rho, value)
+        kept = ("policy", "raw", *(self.experience.initial if net.memory is not None else ()))
+        record = {name: batch.record[name] for name in kept if name in batch.record}
+        batch = batch._replace(record=record | {"target": target, "advantage": advantage})
+        return batch if net.memory is not None else single_steps(batch)
+
+    def _estimate(self, net: ActorCritic, batch: Batch, log_rho: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """V-trace's targets and advantages [T, B] for ratios [T, B] and values [T+1, B]."""
+        discount, reward = self.gamma * batch.discount, net.scaled(batch.reward)
+        bounds = self.rho_bar, self.c_bar, self.lambda_
+        target, advantage = vtrace(log_rho, discount, reward, value, batch.mask, *bounds)
+        if self.clip is not None:  # then the loss has the ratio, which is here a factor
+            later = torch.cat([target[1:], value[-1:]])
+            advantage = batch.mask * (reward + discount * later - value[:-1])
+        return target, advantage
 
     def loss(self, net: ActorCritic, target: object, batch: Batch) -> Loss:
         """Return the loss of §4.2: policy gradient, squared value error, entropy bonus; no target net."""
-        head, mask, raw = net.head, batch.mask, raw_action(batch)
-        policy, value, _ = net.unroll(batch)
-        behaviour, policy, value_now = batch.record["policy"], policy[:-1], value[:-1]
+        head, mask, record, raw = net.head, batch.mask, batch.record, raw_action(batch)
+        policy, value, _ = net.unroll(batch, None if self.clip is None else len(batch.action))
+        policy = policy[: len(batch.action)]
         log_prob = head.log_prob(policy, raw)
-        log_rho = log_prob.detach() - head.log_prob(behaviour, raw)
-        vs, advantage = vtrace(
-            log_rho,
-            self.gamma * batch.discount,
-            net.scaled(batch.reward),
-            value,
-            mask,
-            self.rho_bar,
-            self.c_bar,
-            self.lambda_,
-        )
+        log_ratio = log_prob - head.log_prob(record["policy"], raw)
+        log_rho = log_ratio.detach()
+        if self.clip is None:
+            vs, advantage = self._estimate(net, batch, log_rho, value)
+            value = value[:-1]
+        else:
+            vs, advantage = record["target"], record["advantage"]
         scale = masked_mean(advantage.square(), mask).sqrt()
         if self.normalise_advantage:
             advantage = standardise(advantage, mask)
-        policy_loss = policy_gradient(log_prob, advantage)
-        value_loss = squared_error(value_now, vs)
+        if self.clip is None:
+            policy_loss = policy_gradient(log_prob, advantage)
+        else:
+            policy_loss = clipped_surrogate(log_ratio, advantage, self.clip)
+        value_loss = squared_error(value, vs)
         entropy = head.entropy(policy)
         each = policy_loss + self.value_cost * value_loss - self.entropy_cost.now * entropy
-        kl = head.kl(behaviour, policy if self.kl_cost else policy.detach())  # else it is only a metric
-        if self.kl_cost:
-            each = each + self.kl_cost * kl  # the penalty of arXiv:1707.06347, §4
         with torch.no_grad():
             rho = log_rho.exp()
+            clipped = (rho > self.rho_bar).float() if self.clip is None else outside(log_rho, self.clip)
             metrics = {
                 "policy_loss": masked_mean(policy_loss, mask),
                 "value_loss": masked_mean(value_loss, mask),
                 "entropy": masked_mean(entropy, mask),
                 "advantage": scale,
                 "rho": masked_mean(rho, mask),
-                "clip_fraction": masked_mean((rho > self.rho_bar).float(), mask),
-                "kl": masked_mean(kl, mask),
-                "explained_variance": explained_variance(value_now, vs, mask),
+                "clip_fraction": masked_mean(clipped, mask),
+                "kl": masked_mean(head.kl(record["policy"], policy), mask),
+                "explained_variance": explained_variance(value, vs, mask),
             }
-            priority = time_mean((vs - value_now).abs(), mask)
+            priority = time_mean((vs - value).abs(), mask)
         return Loss(time_mean(each, mask), priority, metrics)

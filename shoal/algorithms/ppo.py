@@ -16,7 +16,7 @@ from shoal.losses.masking import masked_mean, standardise, time_mean
 from shoal.losses.policy import approximate_kl, clipped_surrogate, outside
 from shoal.losses.returns import gae
 from shoal.losses.value import explained_variance, squared_error
-from shoal.nets.actor_critic import ActorCritic, ActorCriticArchitecture, raw_action, remembered
+from shoal.nets.actor_critic import ActorCritic, ActorCriticArchitecture, raw_action, remembered, single_steps
 from shoal.nets.optimizers import make_optimizer
 
 
@@ -111,7 +111,7 @@ class Ppo(Settings):
         if net.memory is not None:
             initial = {name: batch.record[name] for name in self.experience.initial}
             return batch._replace(record=record | initial)
-        return _single_steps(batch._replace(record=record))
+        return single_steps(batch._replace(record=record))
 
     def _values(self, net: ActorCritic, batch: Batch) -> Tensor:
         """Return the values [T+1, B]: recorded but for the last, or all computed where there is a memory."""
@@ -143,26 +143,3 @@ class Ppo(Settings):
             }
             priority = time_mean((record["target"] - value).abs(), mask)
         return Loss(time_mean(each, mask), priority, metrics)
-
-
-def _single_steps(batch: Batch) -> Batch:
-    """Cut [T, B] into its valid steps, [1, N]: minibatches are then drawn from all of them alike."""
-    length, items = batch.action.shape[:2]
-    valid = batch.mask.flatten().nonzero().squeeze(1)  # [N]
-    item = valid % items
-
-    def take(x: Tensor) -> Tensor:
-        return x[:length].flatten(0, 1).index_select(0, valid).unsqueeze(0)
-
-    on_host = item.cpu().numpy()
-    return Batch(
-        observation=map_tree(take, batch.observation),
-        first=torch.zeros(2, len(valid), dtype=torch.bool, device=valid.device),
-        action=take(batch.action),
-        reward=take(batch.reward),
-        discount=take(batch.discount),
-        record=map_tree(take, batch.record),
-        weight=batch.weight[item],
-        key=batch.key[on_host],
-        version=batch.version[on_host],
-    )

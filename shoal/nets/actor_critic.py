@@ -165,3 +165,26 @@ def initial_core(batch: Batch) -> Tensor | None:
 def remembered(network: ActorCriticArchitecture) -> tuple[str, ...]:
     """The records of which a sequence needs the first only: the memory's state, and what it saw of the last step."""
     return (*(("core",) if network.lstm else ()), *(("previous",) if network.previous else ()))
+
+
+def single_steps(batch: Batch) -> Batch:
+    """Cut [T, B] into its valid steps, [1, N]: minibatches are then drawn from all of them alike."""
+    length, items = batch.action.shape[:2]
+    valid = batch.mask.flatten().nonzero().squeeze(1)  # [N]
+    item = valid % items
+
+    def take(x: Tensor) -> Tensor:
+        return x[:length].flatten(0, 1).index_select(0, valid).unsqueeze(0)
+
+    on_host = item.cpu().numpy()
+    return Batch(
+        observation=map_tree(take, batch.observation),
+        first=torch.zeros(2, len(valid), dtype=torch.bool, device=valid.device),
+        action=take(batch.action),
+        reward=take(batch.reward),
+        discount=take(batch.discount),
+        record=map_tree(take, batch.record),
+        weight=batch.weight[item],
+        key=batch.key[on_host],
+        version=batch.version[on_host],
+    )

@@ -83,12 +83,9 @@ def looked_at(net: Any, batch: Batch) -> list[Any]:
     return [array.double().numpy() for array in arrays]
 
 
-def vtrace_loss(
-    algorithm: Any, log_pi: Any, log_mu: Any, entropy: Any, value: Any, reward: Any, discount: Any, mask: Any
-) -> tuple[float, float]:
-    """Transcribe sections 4.1 and 4.2 of arXiv:1802.01561 for one item."""
+def vtrace_targets(algorithm: Any, ratio: Any, value: Any, reward: Any, discount: Any, mask: Any) -> tuple[Any, Any]:
+    """Transcribe section 4.1 of arXiv:1802.01561 for one item: targets and advantages."""
     length, gamma, lambda_ = len(reward), algorithm.gamma, getattr(algorithm, "lambda_", 1.0)
-    ratio = np.exp(log_pi - log_mu)
     rho, c = np.minimum(algorithm.rho_bar, ratio), lambda_ * np.minimum(algorithm.c_bar, ratio)
     vs = value.copy()
     for s in range(length):
@@ -98,14 +95,21 @@ def vtrace_loss(
                 break
             vs[s] += weight * rho[t] * (reward[t] + gamma * discount[t] * value[t + 1] - value[t])
             weight *= gamma * discount[t] * c[t]
+    return vs, rho * (reward + gamma * discount * vs[1:] - value[:-1])
+
+
+def vtrace_loss(
+    algorithm: Any, log_pi: Any, log_mu: Any, entropy: Any, value: Any, reward: Any, discount: Any, mask: Any
+) -> tuple[float, float]:
+    """Transcribe section 4.2 of arXiv:1802.01561 for one item."""
+    vs, advantage = vtrace_targets(algorithm, np.exp(log_pi - log_mu), value, reward, discount, mask)
     total = 0.0
-    for t in range(length):
+    for t in range(len(reward)):
         if mask[t]:
-            advantage = rho[t] * (reward[t] + gamma * discount[t] * vs[t + 1] - value[t])
-            total -= log_pi[t] * advantage
+            total -= log_pi[t] * advantage[t]
             total += algorithm.value_cost * (vs[t] - value[t]) ** 2 / 2
             total -= algorithm.entropy_cost.now * entropy[t]
-    return total / length, np.abs(vs - value)[:-1][mask > 0].sum() / length
+    return total / len(reward), np.abs(vs - value)[:-1][mask > 0].sum() / len(reward)
 
 
 @pytest.fixture

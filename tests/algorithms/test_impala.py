@@ -11,7 +11,7 @@ from shoal.core.algorithm import Algorithm
 from shoal.core.settings import Schedule, at
 from shoal.core.types import Sequence
 from shoal.nets.actor_critic import ActorCriticArchitecture
-from tests.algorithms.conftest import looked_at, vtrace_loss, wander
+from tests.algorithms.conftest import looked_at, vtrace_loss, vtrace_targets, wander
 
 SMALL = ActorCriticArchitecture(hidden=(8,))
 LSTM = ActorCriticArchitecture(hidden=(8,), lstm=6)
@@ -34,19 +34,36 @@ def test_loss_is_the_papers(specs, rollout, kind, network):
         np.testing.assert_allclose(loss.priority[item], priority, rtol=1e-4)
 
 
-def test_the_policy_is_held_back_where_it_has_moved(specs, rollout):
-    algorithm = Impala(network=SMALL)
-    net = algorithm.build(specs["discrete"])
-    batch = rollout(algorithm, net, specs["discrete"])
-    net = wander(net)
-    held = (
-        algorithm.model_copy(update={"kl_cost": 0.7}).loss(net, net, batch).each - algorithm.loss(net, net, batch).each
-    )
-    acted = batch.record["policy"].double().numpy()
-    now = net.unroll(batch)[0][:-1].detach().double().numpy()
-    kl = (np.exp(acted) * (acted - now)).sum(-1) * batch.mask.numpy()
-    np.testing.assert_allclose(held.detach(), 0.7 * kl.mean(0), rtol=1e-4, atol=1e-6)
-    assert held.requires_grad
+@pytest.mark.parametrize("kind", ["discrete", "continuous", "mapping"])
+@pytest.mark.parametrize("network", [SMALL, LSTM])
+def test_the_policy_is_pushed_no_further_than_the_bound(specs, rollout, kind, network):
+    """PPO's surrogate (arXiv:1707.06347, eq. 7) with V-trace's targets by the network before the batch."""
+    algorithm = Impala(network=network, gamma=0.9, lambda_=0.95, entropy_cost=0.1, clip=0.2)
+    net = algorithm.build(specs[kind])
+    batch = rollout(algorithm, net, specs[kind])
+    before = wander(net)
+    prepared = algorithm.prepare(before, batch)
+    after = wander(before)
+    loss = algorithm.loss(after, after, prepared)
+    log_before, log_mu, _, value, reward, discount, mask = looked_at(before, batch)
+    log_after, _, entropy, value_after, *_ = looked_at(after, batch)
+    expected, outside = np.zeros_like(mask), 0
+    for item in range(mask.shape[1]):
+        one = (array[:, item] for array in (np.exp(log_before - log_mu), value, reward, discount, mask))
+        vs, _ = vtrace_targets(algorithm, *one)
+        for t in range(len(mask)):
+            advantage = reward[t, item] + 0.9 * discount[t, item] * vs[t + 1] - value[t, item]
+            ratio = np.exp(log_after[t, item] - log_mu[t, item])
+            bounded = min(max(ratio, 0.8), 1.2)
+            outside += bounded != ratio
+            expected[t, item] = (
+                -min(ratio * advantage, bounded * advantage)
+                + algorithm.value_cost * (vs[t] - value_after[t, item]) ** 2 / 2
+                - 0.1 * entropy[t, item]
+            )
+    assert outside
+    wanted = (expected * mask).mean(0) if network.lstm else expected[mask > 0]  # single steps, without memory
+    np.testing.assert_allclose(loss.each.detach(), wanted, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("distribution", ["clipped", "squashed"])
