@@ -33,11 +33,15 @@ CLEANRL = "[CleanRL](https://docs.cleanrl.dev)"
 SLM = "[SLM Lab](https://github.com/kengz/SLM-Lab/blob/master/docs/BENCHMARKS.md)"
 ZOO = "[SB3 zoo](https://github.com/DLR-RM/rl-baselines3-zoo/blob/master/benchmark.md), one run"
 GYMNASIUM = "[Gymnasium](https://gymnasium.farama.org/environments/classic_control/cart_pole/), the reward threshold"
+GYMNAX = "[gymnax](https://github.com/RobertTLange/gymnax), one run"
 TASKS: dict[str, Task] = {
     "cartpole-ppo": Task("ppo_cartpole", "475", GYMNASIUM),
     "cartpole-impala": Task("impala_cartpole", "475", GYMNASIUM),
     "cartpole-dqn": Task("dqn_cartpole", "475", GYMNASIUM),
     "doorkey-ppo": Task("ppo_doorkey", "0.964, PPO, 100 k steps", ZOO),
+    "minatar-ppo": Task("ppo_minatar", "28, PPO, 10 M steps", GYMNAX),
+    "minatar-impala": Task("impala_minatar", "28, PPO, 10 M steps", GYMNAX),
+    "lunarlander-ppo": Task("ppo_lunarlander", "265.9, double DQN with priorities, 300 k steps", SLM),
     "lunarlander-apex": Task("apex_dqn_lunarlander", "265.9, double DQN with priorities, 300 k steps", SLM),
     "pong-ppo": Task("ppo_pong", "20.36 ± 0.20, PPO, 10 M steps", CLEANRL),
     "pong-impala": Task("impala_pong", "20.36 ± 0.20, PPO, 10 M steps", CLEANRL),
