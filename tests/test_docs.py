@@ -178,6 +178,11 @@ def test_settings_that_are_listed_in_errors_are_those_of_an_experiment() -> None
             assert listed.split(", ") == [*Experiment.model_fields], page.name
 
 
+def test_no_page_has_two_versions_of_a_passage() -> None:
+    for page in [*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *(ROOT / "configs").glob("*.yaml")]:
+        assert not re.search(r"^(<{7} |>{7} |={7}$)", page.read_text(), re.MULTILINE), page.relative_to(ROOT)
+
+
 def test_pictures_are_small() -> None:
     for picture in (DOCS / "pictures").iterdir():
         assert picture.stat().st_size < 100_000, picture.name
