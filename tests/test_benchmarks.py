@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shoal.bench import BENCHMARKS, engines, measuring, scale, soak
+from shoal.bench import BENCHMARKS, engines, learning, measuring, scale, soak
 from shoal.bench.tables import show
 from shoal.cli.main import main
 from shoal.core.errors import ShoalError
@@ -143,6 +143,9 @@ def test_learning_is_held_to_published_scores(command: Any, tmp_path: Path) -> N
     assert "| `pong-ppo` | not run |" in page
     assert "![Evaluation returns of cartpole-ppo](pictures/learn_cartpole-ppo.png)" in page
     assert (tmp_path / "docs" / "pictures" / "learn_cartpole-ppo.png").read_bytes().startswith(b"\x89PNG")
+    assert "`steps=600`" in page  # how it was run
+    learning.write_page(tmp_path / "elsewhere", tmp_path / "docs" / "results.md")  # rows stay whose runs are gone
+    assert (tmp_path / "docs" / "results.md").read_text() == page
 
 
 def test_an_unknown_task_is_refused_with_the_nearest(command: Any) -> None:

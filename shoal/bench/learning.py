@@ -6,7 +6,7 @@ import hashlib
 import json
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -14,6 +14,7 @@ from typing import Any
 
 from shoal.bench.measuring import Row, config_file, launch
 from shoal.core.errors import SettingsError, nearest
+from shoal.core.tree import flat
 from shoal.core.types import INTERRUPTED
 
 SCORE = "score.json"  # beside the files of a run: what its newest policy was evaluated to
@@ -22,11 +23,17 @@ EPISODES = 100
 
 @dataclass(frozen=True)
 class Task:
-    """A config, and the published figure that it is held to."""
+    """A config with changes to it, and the published figure that it is held to."""
 
     config: str
     reference: str
     source: str
+    changes: tuple[str, ...] = ()
+
+
+def atari(config: str, game: str, reference: str, source: str) -> Task:
+    """Another game by the config of one: what suits a single game is not what a table of games should show."""
+    return Task(config, reference, source, (f"environment.id=ALE/{game}-v5",))
 
 
 CLEANRL = "[CleanRL](https://docs.cleanrl.dev)"
@@ -34,6 +41,7 @@ SLM = "[SLM Lab](https://github.com/kengz/SLM-Lab/blob/master/docs/BENCHMARKS.md
 ZOO = "[SB3 zoo](https://github.com/DLR-RM/rl-baselines3-zoo/blob/master/benchmark.md), one run"
 GYMNASIUM = "[Gymnasium](https://gymnasium.farama.org/environments/classic_control/cart_pole/), the reward threshold"
 GYMNAX = "[gymnax](https://github.com/RobertTLange/gymnax), one run"
+RLLIB = "[RLlib](https://github.com/ray-project/rl-experiments)"
 TASKS: dict[str, Task] = {
     "cartpole-ppo": Task("ppo_cartpole", "475", GYMNASIUM),
     "cartpole-impala": Task("impala_cartpole", "475", GYMNASIUM),
@@ -47,6 +55,14 @@ TASKS: dict[str, Task] = {
     "pong-impala": Task("impala_pong", "20.36 ± 0.20, PPO, 10 M steps", CLEANRL),
     "pong-dqn": Task("dqn_pong", "20.25 ± 0.41, DQN, 10 M steps", CLEANRL),
     "pong-apex": Task("apex_dqn_pong", "20.25 ± 0.41, DQN, 10 M steps", CLEANRL),
+    "breakout-ppo": atari("ppo_pong", "Breakout", "414.7 ± 28.1, PPO, 10 M steps", CLEANRL),
+    "breakout-impala": atari("impala_pong", "Breakout", "385, IMPALA with 32 workers, 10 M steps", RLLIB),
+    "qbert-impala": atari("impala_pong", "Qbert", "4068, IMPALA with 32 workers, 10 M steps", RLLIB),
+    "beamrider-impala": atari("impala_pong", "BeamRider", "2071, IMPALA with 32 workers, 10 M steps", RLLIB),
+    "spaceinvaders-impala": atari("impala_pong", "SpaceInvaders", "719, IMPALA with 32 workers, 10 M steps", RLLIB),
+    "qbert-apex": atari("apex_dqn_pong", "Qbert", "15302, Ape-X with 8 workers, 10 M steps", RLLIB),
+    "beamrider-apex": atari("apex_dqn_pong", "BeamRider", "6134, Ape-X with 8 workers, 10 M steps", RLLIB),
+    "spaceinvaders-apex": atari("apex_dqn_pong", "SpaceInvaders", "686, Ape-X with 8 workers, 10 M steps", RLLIB),
 }
 
 
@@ -103,7 +119,7 @@ def _start(name: str, seed: int, folder: Path, overrides: Sequence[str]) -> subp
     run = run_folder(folder, name, seed)
     if not (run / "config.yaml").exists():
         # To the last step, since the policy that is scored is the last: not the one that once reached a target.
-        settings = [f"seed={seed}", "evaluation.target=null", *overrides]
+        settings = [f"seed={seed}", "evaluation.target=null", *TASKS[name].changes, *overrides]
         words = ["train", config_file(TASKS[name].config), *settings, "--run-dir", str(run)]
     else:
         words = ["resume", str(run), *overrides]
@@ -135,8 +151,8 @@ def scored(folder: Path, name: str) -> list[Path]:
     return [run for run in sorted((folder / name).glob("seed-*")) if (run / SCORE).exists()]
 
 
-def results(folder: Path) -> list[Row]:
-    """A row for each task, of all its runs in a folder; tasks that were not run say so."""
+def results(folder: Path, before: Mapping[str, Row]) -> list[Row]:
+    """A row for each task, of all its runs in a folder; else as it was before, or saying that it was not run."""
     from shoal.display.statistics import interval
 
     rows: list[Row] = []
@@ -144,7 +160,7 @@ def results(folder: Path) -> list[Row]:
         runs = scored(folder, name)
         row: Row = {"task": name, "config": task.config, "reference": task.reference, "source": task.source}
         if not runs:
-            rows.append({**row, "runs": 0})
+            rows.append({**before.get(name, {"runs": 0}), **row})
             continue
         found = [json.loads((run / SCORE).read_text()) for run in runs]
         scores = [one["mean"] for one in found]
@@ -164,10 +180,22 @@ def results(folder: Path) -> list[Row]:
                 "steps": median(summary["steps"] for summary in summaries),
                 "seconds": median(summary["seconds"] for summary in summaries),
                 "machine": ", ".join([f"{start['usable_cores']:g} cores", *start["devices"]]),
+                "changes": differences(task, runs[0]),
                 "hash": settings_hash(runs[0]),
             }
         )
     return rows
+
+
+def differences(task: Task, run: Path) -> list[str]:
+    """The settings of a run that are not those of the config: how it was run."""
+    from shoal.experiment import load
+
+    shipped, own = (
+        dict(flat(load(file).model_dump(mode="json"))) for file in (config_file(task.config), run / "config.yaml")
+    )
+    left_out = {"seed", "evaluation.target"}
+    return [f"{key}={value}" for key, value in own.items() if key not in left_out and shipped.get(key) != value]
 
 
 def settings_hash(run: Path) -> str:
@@ -182,7 +210,9 @@ def write_page(folder: Path, page: Path) -> None:
     from shoal.display.plots import comparison
     from shoal.run import Run
 
-    rows = results(folder)
+    data = page.with_suffix(".json")  # so that rows stay whose runs are on another machine, or gone
+    before = json.loads(data.read_text()) if data.exists() else []
+    rows = results(folder, {row["task"]: row for row in before})
     episodes = " or ".join(str(one) for one in sorted({one for row in rows for one in row.get("episodes", [])}))
     lines = [
         "# Results",
@@ -206,13 +236,13 @@ def write_page(folder: Path, page: Path) -> None:
         sticky = "" if row["sticky"] is None else f"; sticky {row['sticky']:g}"
         lines.append(
             f"| `{row['task']}` | **{row['score']:.4g}** ({row['low']:.4g} to {row['high']:.4g}){sticky} | {each} | "
-            f"{row['steps']:,.0f} | {duration(row['seconds'])} | {row['machine']} | `{row['config']}` {row['hash']} | "
-            f"{published} |"
+            f"{row['steps']:,.0f} | {duration(row['seconds'])} | {row['machine']} | "
+            f"{' '.join([f'`{word}`' for word in (row['config'], *row['changes'])])}, {row['hash']} | {published} |"
         )
-        runs = [Run(run) for run in scored(folder, row["task"])]
         path = page.parent / "pictures" / f"learn_{row['task']}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        comparison({row["task"]: [(run.directory.name, run.rows()) for run in runs]}, path, row["task"])
+        if runs := [Run(run) for run in scored(folder, row["task"])]:
+            comparison({row["task"]: [(run.directory.name, run.rows()) for run in runs]}, path, row["task"])
         pictures += ["", f"![Evaluation returns of {row['task']}](pictures/{path.name})"]
     page.parent.mkdir(parents=True, exist_ok=True)
+    data.write_text(json.dumps([row for row in rows if row["runs"]], indent=1) + "\n")
     page.write_text("\n".join([*lines, *pictures]) + "\n")
