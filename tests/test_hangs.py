@@ -16,6 +16,7 @@ import yaml
 
 import shoal
 from shoal.core.errors import Stalled
+from shoal.engines.supervisor import Patience
 from shoal.workers import evaluator
 from tests.pace import long, seconds
 
@@ -51,6 +52,24 @@ def until(fact: Any, process: subprocess.Popen[str]) -> None:
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < limit, "it did not come in time"
         time.sleep(0.02)
+
+
+def test_who_is_stuck_is_named_whichever_limit_is_reached_first() -> None:
+    reports = {
+        "learner": {"busy": 0.0},
+        "actor-0": {"busy": 40.0, "doing": "a step"},
+        "actor-1": {"busy": 3.0, "doing": "a step"},
+    }
+    patience = Patience(0.0)
+    assert patience.look(1, False, lambda: reports, lambda: "stacks")
+    patience.seconds, patience._since = 50.0, patience._since - 60.0
+    with pytest.raises(Stalled) as caught:
+        patience.look(1, False, lambda: reports, lambda: "stacks")
+    assert str(caught.value).splitlines() == [
+        "no worker made progress for 50 s",
+        "actor-0 has been inside a step for 40 s",
+        "stacks",
+    ]
 
 
 @pytest.mark.parametrize("engine", ["inline", long("threads"), long("processes")])

@@ -76,6 +76,10 @@ class Storm:
                         found.setdefault(name.split("-")[0], []).append(process)
                     elif name.startswith(f"ray::{RayHost.__name__}"):
                         found.setdefault("ray actor", []).append(process)
+        if hosts := found.get("ray actor"):
+            hosts.remove(min(hosts, key=psutil.Process.create_time))  # the head's, without which no run goes on
+            if not hosts:
+                del found["ray actor"]
         for node in self.nodes:
             with suppress(psutil.Error):
                 found.setdefault("node", []).append(psutil.Process(node.pid))

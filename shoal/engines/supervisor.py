@@ -11,11 +11,11 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from shoal.core.doing import FIRST, Seldom
 from shoal.core.errors import ShoalError, Stalled, WorkerFailed
@@ -28,6 +28,7 @@ from shoal.engines.options import Options
 from shoal.engines.standin import Activity, Standin
 
 log = logging.getLogger("shoal")
+Reports: TypeAlias = Mapping[str, Mapping[str, Any]]  # what each worker says of itself
 HEAD = "head"
 LOOK = 0.05  # seconds between looks at the workers
 HEALTH = 60.0  # seconds of life after which earlier restarts no longer count
@@ -252,7 +253,8 @@ class Supervisor:
                 if not self.launcher.in_turns:  # whose guard does this
                     self._check_busy()
                 moves = self._turned if self.lockstep else self.moves()
-                if not self.patience.look(moves, self.starting(), self.standstill) and self.launcher.in_turns:
+                waits = not self.patience.look(moves, self.starting(), self._reports, self.standstill)
+                if waits and self.launcher.in_turns:
                     time.sleep(0.0005)
 
     def hurry(self) -> None:
@@ -336,8 +338,10 @@ class Supervisor:
         return sum(worker.moves() for name, worker in [*self.workers.items()] if name not in observers)
 
     def _check_busy(self) -> None:
-        workers = [*self.workers.values()]
-        self.patience.heed({worker.name: worker.reported() for worker in workers}, self.standstill)
+        self.patience.heed(self._reports(), self.standstill)
+
+    def _reports(self) -> Reports:
+        return {worker.name: worker.reported() for worker in [*self.workers.values()]}
 
     def _give_turns(self, names: Sequence[str]) -> None:
         """Let every worker take one turn, in the order in which they were started."""
@@ -452,26 +456,34 @@ class Patience:
         """Whether the run was asked to end."""
         return self._hurried is not None
 
-    def look(self, moves: int, starting: bool, describe: Callable[[], str]) -> bool:
-        """Whether there is progress, or some will come; too long without raises, with who is where."""
+    def look(self, moves: int, starting: bool, reports: Callable[[], Reports], describe: Callable[[], str]) -> bool:
+        """Whether there is progress, or some will come; too long without raises, with who is where.
+
+        If all wait for one that is stuck, its own time is up at about the same moment: it is named in any case.
+        """
         moved, now = moves != self._moves or starting, time.monotonic()
         if moved:
             self._moves, self._since = moves, now
         elif now - self._since > self.seconds:
-            raise Stalled(f"no worker made progress for {self.seconds:g} s\n{describe()}")
+            stuck = [words for _, words, doing, busy in _inside(reports()) if doing and busy > self.seconds / 2]
+            raise Stalled("\n".join([f"no worker made progress for {self.seconds:g} s", *stuck, describe()]))
         return moved
 
-    def heed(self, reports: Mapping[str, Mapping[str, Any]], describe: Callable[[], str]) -> None:
+    def heed(self, reports: Reports, describe: Callable[[], str]) -> None:
         """Say which worker has been inside one thing for long; too long raises, with who is where."""
-        for name, report in [*reports.items()]:
-            busy, doing = report.get("busy", 0.0), report.get("doing", "")
-            if not isinstance(busy, float) or not math.isfinite(busy):  # what a node reports may be anything
-                continue
-            inside = f"{name} has been inside {doing or 'one unit of work'} for {busy:.0f} s"
+        for name, words, doing, busy in _inside(reports):
             asked = time.monotonic() - self._hurried if self._hurried is not None else 0.0
             if doing and min(busy, asked) > self.seconds * HURRY:
-                raise Stalled(f"the run was asked to end, but {inside}\n{describe()}")
+                raise Stalled(f"the run was asked to end, but {words}\n{describe()}")
             if busy > self.seconds:
-                raise Stalled(f"{inside}, {self.seconds:g} s allowed by limits.stall\n{describe()}")
+                raise Stalled(f"{words}, {self.seconds:g} s allowed by limits.stall\n{describe()}")
             if doing and busy > FIRST and self._said.setdefault(name, Seldom()).due():
                 log.warning("%s: %s takes long, %.0f s so far", name, doing, busy)
+
+
+def _inside(reports: Reports) -> Iterator[tuple[str, str, str, float]]:
+    """Each worker, what it has been inside of, in words and by name if it has one, and for how many seconds."""
+    for name, report in [*reports.items()]:
+        busy, doing = report.get("busy", 0.0), report.get("doing", "")
+        if isinstance(busy, float) and math.isfinite(busy):  # what a node reports may be anything
+            yield name, f"{name} has been inside {doing or 'one unit of work'} for {busy:.0f} s", doing, busy
