@@ -102,10 +102,18 @@ class HasMaxLag(Protocol):
 
 @runtime_checkable
 class HasTarget(Protocol):
-    """Updates between copies of the weights to a target network; else there is none."""
+    """Updates between moves of a target network, by default to a copy of the weights; else there is none."""
 
     @property
     def target_every(self) -> int: ...
+
+
+@runtime_checkable
+class HasTau(Protocol):
+    """How far a target network moves towards the weights when it is due; else it becomes a copy of them."""
+
+    @property
+    def tau(self) -> float: ...
 
 
 @runtime_checkable

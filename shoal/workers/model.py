@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import nn
 
-from shoal.core.algorithm import Algorithm, HasCapture, HasEpochs, HasMinibatches, HasTarget, HasTargetKl
+from shoal.core.algorithm import Algorithm, HasCapture, HasEpochs, HasMinibatches, HasTarget, HasTargetKl, HasTau
 from shoal.core.errors import Fatal
 from shoal.core.tree import map_tree, to_numpy
 from shoal.core.types import Array, Batch, Loss, Spec
@@ -39,8 +39,19 @@ def pick_device(name: str) -> torch.device:
 
 
 def target_every(algorithm: Algorithm[Any]) -> int | None:
-    """Updates between copies of the weights to a target network; None: there is none."""
+    """Updates between moves of a target network; None: there is none."""
     return algorithm.target_every if isinstance(algorithm, HasTarget) else None
+
+
+@torch.no_grad()
+def follow(algorithm: Algorithm[Any], net: nn.Module, target: nn.Module) -> None:
+    """Move a target network towards a network, or all the way to it."""
+    if not isinstance(algorithm, HasTau) or algorithm.tau == 1:
+        target.load_state_dict(net.state_dict())
+        return
+    torch._foreach_lerp_([*target.parameters()], [*net.parameters()], algorithm.tau)
+    for moved, buffer in zip(target.buffers(), net.buffers(), strict=True):
+        moved.copy_(buffer)
 
 
 class Model:
@@ -64,7 +75,7 @@ class Model:
         parts = self.net, self.target, self.optimizer
         priority, count, metrics = update(algorithm, *parts, batch, self.backup, self.step)
         if self.every and updates // self.every != (updates + count) // self.every:
-            self.target.load_state_dict(self.net.state_dict())
+            follow(algorithm, self.net, self.target)
         return priority, count, metrics
 
     def weights(self) -> Mapping[str, Array]:
@@ -146,10 +157,11 @@ def update(
     how many pieces of the batch were `skipped`.
     """
     for group in optimizer.param_groups:
+        rate = algorithm.lr.now * group.get("rate", 1.0)
         if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(algorithm.lr.now)
+            group["lr"].fill_(rate)
         else:
-            group["lr"] = algorithm.lr.now
+            group["lr"] = rate
     backup.keep()
     prepared = algorithm.prepare(net, batch)
     epochs = algorithm.epochs if isinstance(algorithm, HasEpochs) else 1

@@ -21,7 +21,7 @@ from shoal.core.algorithm import Algorithm
 from shoal.core.randomness import Randomness, derive
 from shoal.core.tree import to_numpy
 from shoal.core.types import Array, Batch, Spec
-from shoal.workers.model import Backup, target_every, update
+from shoal.workers.model import Backup, follow, target_every, update
 from shoal.workers.progress import Progress
 from shoal.workers.saving import load_weights, optimizer_state
 
@@ -119,7 +119,7 @@ class SharedModel:
         self.block["updates"][self.index] += count
         if self.every and (copies := self.now().updates // self.every) > self.block["copies"]:
             self.block["copies"][...] = copies
-            self.target.load_state_dict(self.net.state_dict())
+            follow(algorithm, self.net, self.target)
         return priority, {"lag": lag, "lr": algorithm.lr.now, **metrics}
 
     @property

@@ -1,0 +1,111 @@
+"""Soft actor-critic: a policy that earns as much as it can while acting as randomly as it can (arXiv:1812.05905)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+
+from shoal.core.settings import Replaying, Schedule, Settings
+from shoal.core.types import Act, Batch, Loss, NStep, Spec, Step
+from shoal.nets.continuous import ContinuousArchitecture, ContinuousNetwork, critic_loss, groups
+
+
+class Sac(Settings):
+    """Soft actor-critic with a learned temperature; defaults are the paper's (table 1) unless a comment differs."""
+
+    lr: Schedule = Field(Schedule(start=3e-4, shape="constant"), description="Learning rate.")
+    policy_rate: float = Field(1.0, gt=0, description="Learning rate of policy and temperature, as a multiple of lr.")
+    batch: int | None = Field(256, ge=1, description="Items per update.")
+    gamma: float = Field(0.99, ge=0, le=1, description="Discount per step.")
+    n: int = Field(1, ge=1, description="Steps of each return before its bootstrap.")
+    critics: int = Field(2, ge=1, description="Number of critics.")
+    combine: Literal["min", "mean"] = Field(
+        "min", description="Which value the critics' targets have: that of the lowest critic, or the mean of all."
+    )
+    # 25 quantiles, of which 2 per critic are dropped: arXiv:2005.04269, section 5.
+    quantiles: int = Field(1, ge=1, description="Quantiles of each critic's distribution; 1: its mean only.")
+    drop: int = Field(0, ge=0, description="Highest quantiles per critic that targets leave out (TQC).")
+    temperature: float = Field(1.0, gt=0, description="Weight of the entropy at the beginning.")
+    entropy: float = Field(
+        -1.0, description="Entropy per number of an action, in nats, that the temperature is learned for."
+    )
+    policy_every: int = Field(1, ge=1, description="Updates of the critics per update of the policy.")
+    target_every: int = Field(1, ge=1, description="Updates between moves of the target network.")
+    tau: float = Field(0.005, gt=0, le=1, description="How far the target network then moves; 1: it is a copy.")
+    # The paper draws one batch of 256 per step, and begins with random actions.
+    replay: Replaying = Field(
+        Replaying(capacity=1_000_000, minimum=10_000, alpha=0.0, samples_per_insert=256.0),
+        description="How experience is kept and drawn again; actions are random until there is the minimum.",
+    )
+    actor_priorities: bool = Field(
+        False, description="Whether actors compute the priority of new items; else it is the highest so far."
+    )
+    clip_norm: float | None = Field(None, gt=0, description="Largest gradient norm; null: unlimited.")
+    optimizer_epsilon: float = Field(1e-8, gt=0, description="Added to Adam's denominator.")
+    weight_decay: float = Field(0.0, ge=0, description="Weight decay, apart from Adam's moments (AdamW).")
+    network: ContinuousArchitecture = Field(ContinuousArchitecture(), description="The networks.")
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        if self.drop and self.drop >= self.quantiles:
+            raise ValueError(f"drop {self.drop}: a critic has only {self.quantiles} quantiles, raise quantiles")
+        return self
+
+    @property
+    def experience(self) -> NStep:
+        """n-step transitions."""
+        return NStep(self.n, self.gamma)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether every update is alike."""
+        return self.policy_every == 1
+
+    def build(self, spec: Spec) -> ContinuousNetwork:
+        """Make the networks."""
+        return ContinuousNetwork(self.network, spec, self.critics, self.quantiles, temperature=self.temperature)
+
+    def optimizer(self, net: ContinuousNetwork) -> Optimizer:
+        """Make the optimizer."""
+        parts = groups(net, self.policy_rate)
+        return AdamW(parts, self.lr.now, eps=self.optimizer_epsilon, weight_decay=self.weight_decay, fused=True)
+
+    def begin(self, net: ContinuousNetwork, size: int) -> dict[str, Tensor]:
+        """Nothing is carried."""
+        return {}
+
+    def act(self, net: ContinuousNetwork, step: Step, carry: Any, rank: Tensor | None) -> Act:
+        """Draw from the policy; an evaluation takes its mode, and before the first update anything goes."""
+        inputs = net.inputs(step.observation)
+        action = net.best(inputs) if rank is None else net.explored(net.drawn(inputs)[0])
+        return Act(net.outside(action), {}, carry)
+
+    def prepare(self, net: ContinuousNetwork, batch: Batch) -> Batch:
+        """Count the update, and update running statistics."""
+        net.observe(batch)
+        return batch
+
+    def loss(self, net: ContinuousNetwork, target: ContinuousNetwork, batch: Batch) -> Loss:
+        """Return the losses of the critics (eq. 5 and 6), of the policy (eq. 7) and of the temperature (eq. 18)."""
+        assert net.log_temperature is not None
+        inputs = net.seen(batch)
+        temperature = net.log_temperature.exp()
+        with torch.no_grad():
+            action, log_prob = net.drawn(inputs[1])
+            bonus = -temperature * log_prob
+        terms = inputs, action, self.gamma, self.combine, self.drop, bonus
+        each, priority, metrics = critic_loss(net, target, batch, *terms)
+        metrics["temperature"] = temperature.detach()
+        if torch.is_grad_enabled() and net.updates % self.policy_every == 0:  # an actor wants priorities only
+            action, log_prob = net.drawn(inputs[0])
+            values = net.means(net.judge(inputs[0], action, constant=True))
+            value = values.mean(0) if self.drop or self.combine == "mean" else values.amin(0)
+            surplus = (log_prob + self.entropy * action.shape[-1]).detach()
+            policy_loss = temperature.detach() * log_prob - value
+            each = each + policy_loss - temperature * surplus
+            metrics |= {"policy_loss": policy_loss.mean().detach(), "entropy": -log_prob.mean().detach()}
+        return Loss(each, priority, metrics)

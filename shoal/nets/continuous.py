@@ -1,0 +1,303 @@
+"""A policy of continuous actions and the critics that judge them, for learning from a replay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.functional import layer_norm
+
+from shoal.core.errors import Fatal
+from shoal.core.settings import Settings
+from shoal.core.tree import leaves, map_tree
+from shoal.core.types import Batch, Spec
+from shoal.losses.critics import lowest, truncated
+from shoal.losses.q_values import project, quantile_huber
+from shoal.nets.heads import Gaussian
+from shoal.nets.normalise import ObservationMoments
+from shoal.nets.torsos import Flat
+
+WIDER = 4  # how much wider a residual block is inside: arXiv:2410.09754, section 4
+LAST = 3e-3  # bound of the first weights of outputs, so that these begin near 0: arXiv:1509.02971, section 7
+
+
+class ContinuousArchitecture(Settings):
+    """How observations and actions become a policy and its values."""
+
+    torso: Literal["mlp", "simba"] = Field(
+        "mlp",
+        description="mlp, or simba: residual blocks with layer norms (arXiv:2410.09754), to be used with "
+        "normalise_observation.",
+    )
+    hidden: tuple[int, ...] = Field((256, 256), min_length=1, description="Units of each layer or block of the policy.")
+    critic_hidden: tuple[int, ...] = Field(
+        (256, 256), min_length=1, description="Units of each layer or block of a critic."
+    )
+    activation: Literal["tanh", "relu"] = Field("relu", description="Activation of an mlp.")
+    normalise_observation: bool = Field(False, description="Whether to bring observations to mean 0 and variance 1.")
+
+
+class Stack(nn.Module):
+    """N linear layers side by side, as one: [N, B, inputs] to [N, B, outputs]."""
+
+    def __init__(self, count: int, inputs: int, outputs: int, bound: float | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, inputs, outputs))
+        self.bias = nn.Parameter(torch.zeros(count, 1, outputs))
+        for one in self.weight:
+            if bound is None:
+                nn.init.orthogonal_(one, math.sqrt(2.0))
+            else:
+                nn.init.uniform_(one, -bound, bound)
+
+    def forward(self, x: Tensor, constant: bool = False, first: int | None = None) -> Tensor:
+        """Map [N, B, inputs]; as a constant no gradient reaches its weights; `first` are the layers to use."""
+        weight, bias = self.weight[:first], self.bias[:first]
+        if constant:
+            weight, bias = weight.detach(), bias.detach()
+        return torch.baddbmm(bias, x.expand(len(weight), -1, -1), weight)
+
+
+class Norm(nn.Module):
+    """N layer norms side by side."""
+
+    def __init__(self, count: int, features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(count, 1, features))
+        self.bias = nn.Parameter(torch.zeros(count, 1, features))
+
+    def forward(self, x: Tensor, constant: bool = False, first: int | None = None) -> Tensor:
+        """Map [N, B, features] to the same shape."""
+        weight, bias = self.weight[:first], self.bias[:first]
+        if constant:
+            weight, bias = weight.detach(), bias.detach()
+        return layer_norm(x, x.shape[-1:]) * weight + bias
+
+
+class Towers(nn.Module):
+    """N networks of one shape side by side, each step of all of them in one call."""
+
+    def __init__(self, network: ContinuousArchitecture, count: int, inputs: int, hidden: Sequence[int]) -> None:
+        super().__init__()
+        self.count, self.simba = count, network.torso == "simba"
+        self.activation: Any = torch.tanh if network.activation == "tanh" else torch.relu
+        self.features = hidden[-1]
+        layers: list[nn.Module]
+        if self.simba:
+            if len({*hidden}) > 1:
+                raise Fatal(f"the blocks of torso simba are equally wide: give one number of units, not {[*hidden]}")
+            width = hidden[0]
+            layers = [Stack(count, inputs, width)]
+            for _ in hidden:
+                layers += [Norm(count, width), Stack(count, width, WIDER * width), Stack(count, WIDER * width, width)]
+            layers.append(Norm(count, width))
+        else:
+            layers = [Stack(count, *sizes) for sizes in zip((inputs, *hidden), hidden, strict=False)]
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor, constant: bool = False, first: int | None = None) -> Tensor:
+        """Map [B, inputs] to [N, B, features]."""
+        x = x.unsqueeze(0)
+        if not self.simba:
+            for layer in self.layers:
+                x = self.activation(layer(x, constant, first))
+            return x
+        begin, *blocks, last = self.layers
+        x = begin(x, constant, first)
+        for norm, wide, narrow in zip(blocks[::3], blocks[1::3], blocks[2::3], strict=True):
+            x = x + narrow(torch.relu(wide(norm(x, constant, first), constant, first)), constant, first)
+        return last(x, constant, first)  # type: ignore[no-any-return]  # nn.Module.__call__ is untyped
+
+
+class Deterministic(nn.Module):
+    """One action for each state."""
+
+    def __init__(self, features: int, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(features, size)
+        nn.init.uniform_(self.linear.weight, -LAST, LAST)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Map [N, F] to actions [N, A] between -1 and 1."""
+        return self.linear(features).tanh()  # type: ignore[no-any-return]
+
+
+class ContinuousNetwork(nn.Module):
+    """A policy, critics of its actions, and what both need; inside, actions lie between -1 and 1."""
+
+    support: Tensor | None
+    centre: Tensor
+    reach: Tensor
+    updates: Tensor
+    log_temperature: nn.Parameter | None
+
+    def __init__(
+        self,
+        network: ContinuousArchitecture,
+        spec: Spec,
+        critics: int,
+        outputs: int = 1,
+        support: tuple[float, float] | None = None,
+        temperature: float | None = None,
+    ) -> None:
+        """Make N critics with `outputs` numbers each: a mean, quantiles, or logits of atoms between a support's ends.
+
+        With a temperature, which is learned, the policy is a squashed Gaussian; without one it is deterministic.
+        """
+        super().__init__()
+        check(spec)
+        low, high = np.asarray(spec.action.low), np.asarray(spec.action.high)
+        for name, value in (("centre", (low + high) / 2), ("reach", (high - low) / 2)):
+            self.register_buffer(name, torch.tensor(value, dtype=torch.float32), persistent=False)
+        self.moments = ObservationMoments(spec.observation) if network.normalise_observation else None
+        self.flats = nn.ModuleList(Flat(part.largest) for part in leaves(spec.observation))
+        inputs, size = sum(math.prod(part.shape) for part in leaves(spec.observation)), spec.action.size
+        self.torso = Towers(network, 1, inputs, network.hidden)
+        stochastic = temperature is not None
+        features = self.torso.features
+        self.head = Gaussian(features, spec.action, True, True) if stochastic else Deterministic(features, size)
+        self.critics = Towers(network, critics, inputs + size, network.critic_hidden)
+        self.values = Stack(critics, self.critics.features, outputs, LAST)
+        atoms = None if support is None else torch.linspace(*support, outputs)
+        self.register_buffer("support", atoms, persistent=False)
+        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))  # that were made; actors see it, too
+        logarithm = None if temperature is None else nn.Parameter(torch.tensor(math.log(temperature)))
+        self.register_parameter("log_temperature", logarithm)
+
+    def inputs(self, observation: Any) -> Tensor:
+        """What the networks see [N, inputs] of observations [N, ...]."""
+        if self.moments is not None:
+            observation = self.moments(observation)
+        pieces = [flat(part) for flat, part in zip(self.flats, leaves(observation), strict=True)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+
+    def policy(self, inputs: Tensor) -> Tensor:
+        """The policy [N, P] of inputs [N, inputs]: actions, or means and log standard deviations."""
+        return self.head(self.torso(inputs)[0])  # type: ignore[no-any-return]
+
+    def judge(self, inputs: Tensor, action: Tensor, constant: bool = False, first: int | None = None) -> Tensor:
+        """What the critics say [critics, N, outputs] of actions [N, A] between -1 and 1.
+
+        As a constant, gradients reach the actions only; `first` is the number of critics to ask.
+        """
+        features = self.critics(torch.cat([inputs, action], 1), constant, first)
+        return self.values(features, constant, first)  # type: ignore[no-any-return]
+
+    def means(self, outputs: Tensor) -> Tensor:
+        """The mean values [...] of what critics say, [..., outputs]."""
+        return outputs.mean(-1) if self.support is None else outputs.softmax(-1) @ self.support
+
+    def best(self, inputs: Tensor) -> Tensor:
+        """The policy's actions [N, A] without any noise."""
+        policy = self.policy(inputs)
+        return self.head.mode(policy).tanh() if isinstance(self.head, Gaussian) else policy
+
+    def drawn(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Actions [N, A] drawn from a stochastic policy, with a gradient, and their log-density [N]."""
+        assert isinstance(self.head, Gaussian)
+        policy = self.policy(inputs)
+        raw = self.head.sample(policy)
+        return raw.tanh(), self.head.log_prob(policy, raw) + self.reach.log().sum()
+
+    def inside(self, action: Tensor) -> Tensor:
+        """Actions of the environment, brought to -1 … 1."""
+        return (action - self.centre) / self.reach
+
+    def outside(self, action: Tensor) -> Tensor:
+        """Actions between -1 and 1, as the environment takes them."""
+        return self.centre + self.reach * action.clamp(-1.0, 1.0)
+
+    def seen(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """What the networks see [B, inputs] of a transition's two observations."""
+        now, then = (self.inputs(map_tree(lambda x, t=t: x[t], batch.observation)) for t in (0, 1))
+        return now, then
+
+    def explored(self, action: Tensor) -> Tensor:
+        """Actions [N, A] of a policy that has learned; before its first update any between -1 and 1."""
+        return action if self.updates > 0 else torch.rand_like(action) * 2 - 1
+
+    def observe(self, batch: Batch) -> None:
+        """Count an update, and let the running moments follow the steps that a batch has for the first time."""
+        self.updates += 1
+        if self.moments is not None:
+            self.moments.update(map_tree(lambda x: x[:-1], batch.observation), batch.news)
+
+
+def critic_loss(
+    net: ContinuousNetwork,
+    target: ContinuousNetwork,
+    batch: Batch,
+    inputs: tuple[Tensor, Tensor],
+    action: Tensor,
+    gamma: float,
+    combine: str,
+    drop: int = 0,
+    bonus: Tensor | float = 0.0,
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The loss [B] of all critics towards the n-step value of the next actions [B, A], the priority [B], and metrics.
+
+    The inputs are those of both observations. The batch's discount holds γ for all but the last of the n steps, and 0
+    where the episode ended. A bonus [B] is added to the value of the next state.
+    """
+    now, then = inputs
+    outputs = net.judge(now, net.inside(batch.action[0]))  # [critics, B, outputs]
+    with torch.no_grad():
+        future = target.judge(then, action)
+        earned, discount = batch.reward[0, :, None], gamma * batch.discount[0, :, None]
+        extra = bonus.unsqueeze(-1) if isinstance(bonus, Tensor) else bonus
+    if net.support is None:
+        with torch.no_grad():
+            if drop:
+                future = truncated(future, drop)
+            elif combine == "min":
+                future = lowest(future, net.means(future))
+            else:
+                future = future.mean(0) if future.shape[-1] == 1 else truncated(future, 0)
+            goals = earned + discount * (future + extra)  # [B, samples]
+        error = goals.mean(-1) - outputs.mean(-1)  # [critics, B]
+        if outputs.shape[-1] == 1:
+            each, priority = 0.5 * error.square(), error.abs()
+        else:
+            each = priority = quantile_huber(outputs, goals)
+    else:
+        with torch.no_grad():
+            chance = future.softmax(-1)
+            chance = lowest(chance, net.means(future)) if combine == "min" else chance.mean(0)
+            wanted = project(net.support, earned + discount * (net.support + extra), chance)
+        log_chance = outputs.log_softmax(-1)
+        each = -(wanted * log_chance).sum(-1)
+        priority = each - torch.special.entr(wanted).sum(-1)  # the divergence: 0 where both agree
+        error = wanted @ net.support - log_chance.exp() @ net.support
+    with torch.no_grad():
+        metrics = {"value_loss": each.mean(), "q": net.means(outputs).mean(), "td_error": error.abs().mean()}
+    return each.sum(0), priority.detach().mean(0), metrics
+
+
+def check(spec: Spec) -> None:
+    """Refuse environments whose actions are not numbers between bounds, or that show images."""
+    action = spec.action
+    if action.parts or action.discrete:
+        raise Fatal(
+            "this algorithm is for continuous actions, which this environment does not have: choose ppo, impala or dqn"
+        )
+    if not np.isfinite([*action.low, *action.high]).all():
+        raise Fatal(
+            f"this algorithm needs actions with finite bounds, got low {action.low} and high {action.high}: "
+            "bound them with a wrapper, such as RescaleAction, or choose ppo or impala"
+        )
+    images = [part.shape for part in leaves(spec.observation) if len(part.shape) == 3]
+    if images:
+        raise Fatal(f"this algorithm sees numbers, not images such as {images[0]}: choose ppo or impala")
+
+
+def groups(net: ContinuousNetwork, policy_rate: float) -> list[dict[str, Any]]:
+    """The parameters for an optimizer: those of policy and temperature learn at a multiple of the learning rate."""
+    acting = [part for name, part in net.named_parameters() if not name.startswith(("critics.", "values."))]
+    critics = [*net.critics.parameters(), *net.values.parameters()]
+    return [{"params": critics}, {"params": acting, "rate": policy_rate}]
