@@ -16,6 +16,7 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 HERE = [name for name in ENGINES if name != "cluster"]
 NAMES = [*HERE, *(f"cluster/{link}" for link in LINKS)]
 SMALL = {"hidden": [16], "activation": "relu"}
+PLAIN = {"hidden": [16], "critic_hidden": [16]}
 KEPT = {"capacity": 300, "minimum": 40, "samples_per_insert": 4, "alpha": 0.6, "chunk": 4}
 SEQUENCES = {"unroll": 6, "burn_in": 2, "overlap": 4, "batch": 4, "target_every": 10, "head": 8}
 LOCKSTEP: dict[str, Any] = {
@@ -32,7 +33,12 @@ LOCKSTEP: dict[str, Any] = {
         "replay": {**KEPT, "minimum": 10, "chunk": 2},
         "network": {**SMALL, "lstm": 8},
     },
+    "sac": {"batch": 8, "quantiles": 4, "drop": 1, "replay": KEPT, "network": PLAIN},
+    "td3": {"batch": 8, "replay": KEPT, "network": {**PLAIN, "torso": "simba", "normalise_observation": True}},
+    "d4pg": {"batch": 8, "replay": KEPT, "network": PLAIN},
+    "apex_dpg": {"batch": 8, "target_every": 20, "replay": KEPT, "network": PLAIN},
 }
+CONTINUOUS = ("sac", "td3", "d4pg", "apex_dpg")
 
 
 @pytest.mark.parametrize(
@@ -44,7 +50,7 @@ def test_lockstep_gives_the_same_bits_on_every_engine_by_every_link(
     hosted: Any, algorithm: str, links: int, tmp_path: Path, record_property: Any
 ) -> None:
     settings = {
-        "environment": {"id": "CartPole-v1"},
+        "environment": {"id": "Pendulum-v1" if algorithm in CONTINUOUS else "CartPole-v1"},
         "algorithm": {"name": algorithm, **LOCKSTEP[algorithm]},
         "lockstep": True,
         "actors": 2,

@@ -28,6 +28,24 @@ def test_cartpole_is_learned(config: str, quantiles: int, target: int, tmp_path:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("engine", ["inline", "processes"])
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [("sac", {}), ("td3", {}), ("apex_dpg", {}), ("d4pg", {}), ("d4pg", {"atoms": None, "quantiles": 25})],
+    ids=["sac", "td3", "apex_dpg", "d4pg-atoms", "d4pg-quantiles"],
+)
+def test_pendulum_is_learned(config: str, changes: dict[str, Any], engine: str, tmp_path: Path) -> None:
+    settings = {f"algorithm.{name}": value for name, value in changes.items()}
+    target = {"evaluation.target": -200, "engine": engine, "actors": 2}  # a random policy has about -1200
+    assert shoal.train(CONFIGS / f"{config}_pendulum.yaml", tmp_path / "run", **settings, **target).solved
+
+
+def test_pendulum_is_learned_in_the_short_form(tmp_path: Path) -> None:
+    changes = {"evaluation.target": -700, "evaluation.every": 500, "steps": 6_000}
+    assert shoal.train(CONFIGS / "sac_pendulum.yaml", tmp_path / "run", **changes).solved
+
+
+@pytest.mark.long
 def test_memory_is_for_r2d2_and_not_for_dqn(tmp_path: Path) -> None:
     assert shoal.train(CONFIGS / "r2d2_memory.yaml", tmp_path / "r2d2").solved
     changes = {"algorithm": {"name": "dqn", "lr": 1e-3, "replay": {"minimum": 200, "samples_per_insert": 8}}}
@@ -79,14 +97,22 @@ ALGORITHMS: dict[str, Any] = {
     },
 }
 ALGORITHMS["ngu"] = {**ALGORITHMS["r2d2"], "name": "ngu", "arms": 3}
+PLAIN = {"hidden": [16], "critic_hidden": [16], "normalise_observation": True}
+CONTINUOUS: dict[str, Any] = {
+    name: {"name": name, "batch": 8, "n": 2, "replay": {**KEPT, "samples_per_insert": 8}, "network": PLAIN}
+    for name in ("sac", "td3", "d4pg", "apex_dpg")
+}
+ALGORITHMS |= CONTINUOUS
+SHORT = ("apex_dqn", "sac")
 
 
 def settings(algorithm: str, **more: Any) -> dict[str, Any]:
     """A small run in lockstep."""
-    return small(ALGORITHMS[algorithm], lockstep=True, **more)
+    world = {"environment": {"id": "Pendulum-v1"}} if algorithm in CONTINUOUS else {}
+    return small(ALGORITHMS[algorithm], lockstep=True, **{**world, **more})
 
 
-@pytest.mark.parametrize("algorithm", [long("dqn"), "apex_dqn", long("r2d2"), long("ngu")])
+@pytest.mark.parametrize("algorithm", [*SHORT, *(long(name) for name in ALGORITHMS if name not in SHORT)])
 def test_lockstep_gives_the_same_bits_on_every_engine_and_after_a_resume(
     hosted: Any, algorithm: str, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from shoal.core.moments import Moments, merge
 from shoal.core.tree import leaves, map_tree
+from shoal.core.types import SMALLEST_IMAGE, ArraySpec
 
 CLIP = 10.0  # as VecNormalize of Stable-Baselines3 does, for observations and rewards alike
 EPSILON = 1e-8  # likewise
@@ -46,13 +47,18 @@ class RunningMoments(nn.Module):
         return ((x.float() - self.mean.float()) * self.scale()).clamp(-clip, clip)
 
 
+def _is_picture(spec: ArraySpec) -> bool:
+    """Whether an array is an image of pixels: in a small one, bytes are symbols."""
+    return spec.dtype == "uint8" and len(spec.shape) == 3 and min(spec.shape[1:]) >= SMALLEST_IMAGE
+
+
 class ObservationMoments(nn.Module):
-    """Moments of every floating point array of an observation; the other arrays pass unchanged."""
+    """Moments of every array of an observation but large images, which pass unchanged."""
 
     def __init__(self, observation: Any) -> None:
         super().__init__()
         self.parts = nn.ModuleList(
-            RunningMoments(spec.shape) if spec.dtype.startswith("float") else nn.Identity()
+            nn.Identity() if _is_picture(spec) else RunningMoments(spec.shape)
             for spec in leaves(observation)
         )
 

@@ -34,7 +34,7 @@ class Architecture(Settings):
     activation: Literal["tanh", "relu"] = Field("tanh", description="Activation of an mlp.")
     lstm: int = Field(0, ge=0, description="Units of the LSTM after the torso; 0: no LSTM.")
     normalise_observation: bool = Field(
-        False, description="Whether to bring floating point observations to mean 0 and variance 1."
+        False, description="Whether to bring observations, but for images of pixels, to mean 0 and variance 1."
     )
 
     @field_validator("torso")

@@ -47,14 +47,14 @@ def test_moments_travel_with_the_weights():
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_only_valid_steps_of_float_arrays_count(nested):
+def test_only_valid_steps_count_and_pixels_stay(nested):
     random = np.random.default_rng(0)
     x = random.normal(3, 2, size=(6, 4, 2)).astype(np.float32)
     mask = (random.random((6, 4)) < 0.6).astype(np.float32)
     spec = ArraySpec((2,), "float32")
-    image = torch.full((6, 4, 1, 2, 2), 200, dtype=torch.uint8)
+    image = torch.full((6, 4, 1, 36, 36), 200, dtype=torch.uint8)
     if nested:
-        moments = ObservationMoments({"x": spec, "image": ArraySpec((1, 2, 2), "uint8")})
+        moments = ObservationMoments({"x": spec, "image": ArraySpec((1, 36, 36), "uint8")})
         moments.update({"image": image, "x": torch.tensor(x)}, torch.tensor(mask))
         out = moments({"x": torch.tensor(x[0]), "image": image[0]})
         assert torch.equal(out["image"], image[0])
@@ -65,3 +65,12 @@ def test_only_valid_steps_of_float_arrays_count(nested):
         normal = moments(torch.tensor(x[0]))
     valid = x[mask == 1].astype(np.float64)
     np.testing.assert_allclose(normal, (x[0] - valid.mean(0)) / valid.std(0), atol=1e-5)
+
+
+def test_symbols_in_bytes_are_brought_to_mean_0_and_variance_1():
+    seen = torch.randint(0, 11, (50, 4, 7, 7, 3), dtype=torch.uint8)
+    moments = ObservationMoments(ArraySpec((7, 7, 3), "uint8"))
+    moments.update(seen, torch.ones(50, 4))
+    normal = moments(seen.flatten(0, 1))
+    torch.testing.assert_close(normal.mean(0), torch.zeros(7, 7, 3), atol=1e-5, rtol=0)
+    torch.testing.assert_close(normal.std(0, unbiased=False), torch.ones(7, 7, 3), atol=1e-4, rtol=0)
