@@ -58,8 +58,7 @@ class ObservationMoments(nn.Module):
     def __init__(self, observation: Any) -> None:
         super().__init__()
         self.parts = nn.ModuleList(
-            nn.Identity() if _is_picture(spec) else RunningMoments(spec.shape)
-            for spec in leaves(observation)
+            nn.Identity() if _is_picture(spec) else RunningMoments(spec.shape) for spec in leaves(observation)
         )
 
     def update(self, observation: Any, mask: Tensor) -> None:

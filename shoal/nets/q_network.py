@@ -98,11 +98,14 @@ class QNetwork(nn.Module):
         """
         super().__init__()
         if not spec.action.discrete:
-            several = "several choices at once" if all(spec.action.choices) else "continuous actions"
-            flatten = " or turn them into one by a wrapper," if all(spec.action.choices) else ""
+            several = all(spec.action.choices)
+            what = "several choices at once" if several else "continuous actions"
+            instead = "turn them into one by a wrapper, or choose ppo" if several else "choose ppo"
+            if not spec.action.parts:
+                instead = "choose sac, td3, ppo"
             raise Fatal(
-                f"a network of action values does not support {several}, which this environment has:{flatten} "
-                "choose ppo, impala or a3c"
+                f"a network of action values does not support {what}, which this environment has: {instead}, impala "
+                "or a3c"
             )
         observation, _ = split_mask(spec.observation)
         self.moments = ObservationMoments(observation) if network.normalise_observation else None

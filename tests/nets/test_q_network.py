@@ -113,7 +113,7 @@ def test_what_it_is_told_beside_the_observation_reaches_the_values_of_its_own_st
 
 
 def test_continuous_actions_and_a_missing_memory_are_refused():
-    with pytest.raises(Fatal, match=r"does not support continuous actions.*choose ppo, impala or a3c"):
+    with pytest.raises(Fatal, match=r"does not support continuous actions.*choose sac, td3, ppo, impala or a3c"):
         QNetwork(Architecture(), Spec(VECTOR, ActionSpec(2, (-1.0, -1.0), (1.0, 1.0))), dueling=False)
     with pytest.raises(Fatal, match=r"set network\.lstm"):
         QNetwork(Architecture(), Spec(VECTOR, ActionSpec(2)), dueling=False).begin(3)
