@@ -120,7 +120,7 @@ class Td3(Settings):
                 action = (action + noise.clamp(-self.smoothing_most, self.smoothing_most)).clamp(-1.0, 1.0)
         terms = inputs, action, self.gamma, self.combine, self.drop
         each, priority, metrics = critic_loss(net, target, batch, *terms)
-        if torch.is_grad_enabled() and net.updates % self.policy_every == 0:  # an actor wants priorities only
+        if torch.is_grad_enabled() and net.due(self.policy_every):  # an actor wants priorities only
             # One critic is enough to climb: section 4.2.
             value = net.means(net.judge(inputs[0], net.policy(inputs[0]), constant=True, first=1))[0]
             each = each - value

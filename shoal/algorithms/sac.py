@@ -100,7 +100,7 @@ class Sac(Settings):
         terms = inputs, action, self.gamma, self.combine, self.drop, bonus
         each, priority, metrics = critic_loss(net, target, batch, *terms)
         metrics["temperature"] = temperature.detach()
-        if torch.is_grad_enabled() and net.updates % self.policy_every == 0:  # an actor wants priorities only
+        if torch.is_grad_enabled() and net.due(self.policy_every):  # an actor wants priorities only
             action, log_prob = net.drawn(inputs[0])
             values = net.means(net.judge(inputs[0], action, constant=True))
             value = values.mean(0) if self.drop or self.combine == "mean" else values.amin(0)

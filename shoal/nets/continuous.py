@@ -222,6 +222,10 @@ class ContinuousNetwork(nn.Module):
         """Actions [N, A] of a policy that has learned; before its first update any between -1 and 1."""
         return action if self.updates > 0 else torch.rand_like(action) * 2 - 1
 
+    def due(self, every: int) -> bool:
+        """Whether what happens once in a number of updates happens now; a GPU is not asked where the answer is known."""
+        return every == 1 or bool(self.updates % every == 0)
+
     def observe(self, batch: Batch) -> None:
         """Count an update, and let the running moments follow the steps that a batch has for the first time."""
         self.updates += 1
