@@ -77,11 +77,6 @@ class Td3(Settings):
         """n-step transitions."""
         return NStep(self.n, self.gamma)
 
-    @property
-    def capturable(self) -> bool:
-        """Whether every update is alike."""
-        return self.policy_every == 1
-
     def build(self, spec: Spec) -> ContinuousNetwork:
         """Make the networks."""
         support = self.support if self.atoms else None

@@ -60,11 +60,6 @@ class Sac(Settings):
         """n-step transitions."""
         return NStep(self.n, self.gamma)
 
-    @property
-    def capturable(self) -> bool:
-        """Whether every update is alike."""
-        return self.policy_every == 1
-
     def build(self, spec: Spec) -> ContinuousNetwork:
         """Make the networks."""
         return ContinuousNetwork(self.network, spec, self.critics, self.quantiles, temperature=self.temperature)

@@ -223,7 +223,7 @@ class ContinuousNetwork(nn.Module):
         return action if self.updates > 0 else torch.rand_like(action) * 2 - 1
 
     def due(self, every: int) -> bool:
-        """Whether what happens once in a number of updates happens now; a GPU is not asked where the answer is known."""
+        """Whether something that happens at every n-th update happens now; a GPU is not asked in vain."""
         return every == 1 or bool(self.updates % every == 0)
 
     def observe(self, batch: Batch) -> None:
