@@ -90,7 +90,9 @@ class Ngu(Settings):
     actor_priorities: bool = Field(
         True, description="Whether actors compute the priority of new items; else it is the highest so far."
     )
-    clip_norm: float | None = Field(40 / SUMMED, gt=0, description="Largest gradient norm; null: unlimited.")
+    clip_norm: float | None = Field(
+        40 / SUMMED, gt=0, description="Largest gradient norm of each of the three networks; null: unlimited."
+    )
     optimizer_epsilon: float = Field(1e-4 / SUMMED, gt=0, description="Added to Adam's denominator.")
     head: int = Field(512, ge=0, description="Units between the memory and each stream of values; 0: none.")
     network: Architecture = Field(
@@ -117,6 +119,10 @@ class Ngu(Settings):
     def optimizer(self, net: NguNetwork) -> Optimizer:
         """Make the optimizer; the parts share no parameter, so one serves them all."""
         return make_optimizer("adam", net, self.lr.now, self.optimizer_epsilon)
+
+    def parts(self, net: NguNetwork) -> list[nn.Module]:
+        """Both values and the novelty: else a bound on the norm of all would let the large intrinsic values decide."""
+        return [*(net.q(part) for part in PARTS), net.novelty]
 
     def begin(self, net: NguNetwork, size: int) -> dict[str, Any]:
         """LSTM states, bandits and the score of this episode so far."""

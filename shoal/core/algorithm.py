@@ -117,6 +117,13 @@ class HasTau(Protocol):
 
 
 @runtime_checkable
+class HasParts(Protocol):
+    """Parts of the network whose gradients have a norm each; else there is one norm of all."""
+
+    def parts(self, net: Any) -> Sequence_[nn.Module]: ...
+
+
+@runtime_checkable
 class HasReplay(Protocol):
     """How experience is kept and drawn again; None or no hook: every item is used once."""
 

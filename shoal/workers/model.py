@@ -9,7 +9,16 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import nn
 
-from shoal.core.algorithm import Algorithm, HasCapture, HasEpochs, HasMinibatches, HasTarget, HasTargetKl, HasTau
+from shoal.core.algorithm import (
+    Algorithm,
+    HasCapture,
+    HasEpochs,
+    HasMinibatches,
+    HasParts,
+    HasTarget,
+    HasTargetKl,
+    HasTau,
+)
 from shoal.core.errors import Fatal
 from shoal.core.tree import map_tree, to_numpy
 from shoal.core.types import Array, Batch, Loss, Spec
@@ -131,7 +140,9 @@ def optimizer_step(
     total = (loss.each * batch.weight).mean()
     total.backward()  # type: ignore[no-untyped-call]
     if algorithm.clip_norm is not None:
-        norm = torch.nn.utils.clip_grad_norm_(net.parameters(), algorithm.clip_norm)
+        parts = algorithm.parts(net) if isinstance(algorithm, HasParts) else [net]
+        norms = [torch.nn.utils.clip_grad_norm_(part.parameters(), algorithm.clip_norm) for part in parts]
+        norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
         loss.metrics["gradient_norm"] = norm
     else:
         norm = torch.nn.utils.get_total_norm([part.grad for part in net.parameters() if part.grad is not None])

@@ -16,7 +16,7 @@ from shoal.core.tree import map_tree, to_numpy, to_torch
 from shoal.core.types import Sequence, Step
 from shoal.nets.torsos import Architecture
 from shoal.workers.follower import Follower
-from shoal.workers.model import Model, first_priorities
+from shoal.workers.model import Model, first_priorities, optimizer_step
 from shoal.workers.packing import Sequences, to_batch
 
 CPU = torch.device("cpu")
@@ -405,3 +405,14 @@ def test_updates_lower_every_loss_of_their_batch(specs):
 def test_settings():
     initial = ("core_extrinsic", "core_intrinsic", "previous", "arm")
     assert Ngu().experience == Sequence(120, 80, across=False, initial=initial)
+
+
+def test_the_norm_of_one_value_does_not_bound_the_other(specs):
+    algorithm = small(clip_norm=1e-3)
+    model = Model(algorithm, specs["discrete"], CPU)
+    batch = Played(algorithm, model.net).batch
+    model.optimizer.step = lambda: None  # the gradients are looked at, not used
+    optimizer_step(algorithm, model.net, model.target, model.optimizer, batch)
+    for name in (*PARTS, "novelty"):
+        gradients = [part.grad for part in getattr(model.net, name).parameters() if part.grad is not None]
+        torch.testing.assert_close(torch.nn.utils.get_total_norm(gradients), torch.tensor(1e-3), rtol=1e-3, atol=0)
