@@ -7,11 +7,11 @@ from typing import Any, Literal, Self
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
 from shoal.core.settings import Replaying, Schedule, Settings
 from shoal.core.types import Act, Batch, Loss, NStep, Spec, Step
-from shoal.nets.continuous import ContinuousArchitecture, ContinuousNetwork, critic_loss, groups
+from shoal.nets.continuous import ContinuousArchitecture, ContinuousNetwork, critic_loss, make_adam
 
 
 class Sac(Settings):
@@ -66,8 +66,7 @@ class Sac(Settings):
 
     def optimizer(self, net: ContinuousNetwork) -> Optimizer:
         """Make the optimizer."""
-        parts = groups(net, self.policy_rate)
-        return AdamW(parts, self.lr.now, eps=self.optimizer_epsilon, weight_decay=self.weight_decay, fused=True)
+        return make_adam(net, self.lr.now, self.policy_rate, self.optimizer_epsilon, self.weight_decay)
 
     def begin(self, net: ContinuousNetwork, size: int) -> dict[str, Tensor]:
         """Nothing is carried."""

@@ -11,6 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
+from torch.optim import AdamW, Optimizer
 
 from shoal.core.errors import Fatal
 from shoal.core.settings import Settings
@@ -300,8 +301,9 @@ def check(spec: Spec) -> None:
         raise Fatal(f"this algorithm sees numbers, not images such as {images[0]}: choose ppo or impala")
 
 
-def groups(net: ContinuousNetwork, policy_rate: float) -> list[dict[str, Any]]:
-    """The parameters for an optimizer: those of policy and temperature learn at a multiple of the learning rate."""
+def make_adam(net: ContinuousNetwork, lr: float, policy_rate: float, epsilon: float, decay: float) -> Optimizer:
+    """Adam for all at once; policy and temperature learn at a multiple of the learning rate, and weights may decay."""
     acting = [part for name, part in net.named_parameters() if not name.startswith(("critics.", "values."))]
     critics = [*net.critics.parameters(), *net.values.parameters()]
-    return [{"params": critics}, {"params": acting, "rate": policy_rate}]
+    parts: list[dict[str, Any]] = [{"params": critics}, {"params": acting, "rate": policy_rate}]
+    return AdamW(parts, lr, eps=epsilon, weight_decay=decay, fused=True)
