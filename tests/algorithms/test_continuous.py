@@ -24,6 +24,12 @@ CPU = torch.device("cpu")
 GAMMA = 0.9
 
 
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Draw the same weights every time."""
+    torch.manual_seed(0)
+
+
 class Stream:
     """What three environments said, and what was done, at every instant."""
 

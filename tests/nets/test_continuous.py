@@ -18,6 +18,12 @@ SMALL = ContinuousArchitecture(hidden=(8,), critic_hidden=(8, 6))
 SIMBA = ContinuousArchitecture(torso="simba", hidden=(4,), critic_hidden=(6, 6))
 
 
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Draw the same weights every time."""
+    torch.manual_seed(0)
+
+
 def one(layer, index, x):
     """What the layer with this index does, alone."""
     return linear(x, layer.weight[index].T, layer.bias[index, 0])
@@ -80,7 +86,6 @@ def test_actions_are_between_the_bounds_and_back() -> None:
 
 def test_a_drawn_action_has_the_density_of_its_squashed_gaussian() -> None:
     """arXiv:1812.05905, appendix C, eq. 26: log π(a|s) = log μ(u|s) − Σ log(1 − tanh²(u_i))."""
-    torch.manual_seed(0)
     net = ContinuousNetwork(SMALL, SPEC, critics=1, temperature=1.0).double()
     torch.nn.init.normal_(net.head.linear.weight)
     torch.nn.init.normal_(net.head.log_std.weight)
