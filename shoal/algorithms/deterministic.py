@@ -130,7 +130,7 @@ def instead(name: str, default: Any) -> Any:
 
 
 class D4pg(Td3):
-    """Distributed distributional deterministic policy gradient; defaults are the paper's (arXiv:1804.08617, §4)."""
+    """Distributed distributional deterministic policy gradient; defaults follow arXiv:1804.08617, section 4."""
 
     lr: Schedule = instead("lr", Schedule(start=1e-4, shape="constant"))
     batch: int | None = instead("batch", 256)
@@ -151,7 +151,7 @@ class D4pg(Td3):
 
 
 class ApexDpg(Td3):
-    """Ape-X with a deterministic policy; defaults are the paper's (arXiv:1803.00933, section 4.2, appendix D)."""
+    """Ape-X with a deterministic policy; defaults follow arXiv:1803.00933, appendix D, with noise by environment."""
 
     lr: Schedule = instead("lr", Schedule(start=1e-4, shape="constant"))
     batch: int | None = instead("batch", 256)
