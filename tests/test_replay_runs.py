@@ -41,7 +41,8 @@ def test_pendulum_is_learned(config: str, changes: dict[str, Any], engine: str, 
 
 
 def test_pendulum_is_learned_in_the_short_form(tmp_path: Path) -> None:
-    changes = {"evaluation.target": -700, "evaluation.every": 500, "steps": 6_000}
+    few = {"batch": 64, "replay": {"minimum": 500, "samples_per_insert": 64}}
+    changes = {"algorithm": few, "evaluation": {"target": -800, "every": 500, "episodes": 10}, "steps": 6_000}
     assert shoal.train(CONFIGS / "sac_pendulum.yaml", tmp_path / "run", **changes).solved
 
 
@@ -103,7 +104,7 @@ CONTINUOUS: dict[str, Any] = {
     for name in ("sac", "td3", "d4pg", "apex_dpg")
 }
 ALGORITHMS |= CONTINUOUS
-SHORT = ("apex_dqn", "sac")
+SHORT = ("apex_dqn",)  # the others are alike on fewer engines
 
 
 def settings(algorithm: str, **more: Any) -> dict[str, Any]:
