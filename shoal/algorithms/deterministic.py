@@ -94,8 +94,8 @@ class Td3(Settings):
         """Take the policy's action, with noise by rank; before the first update anything goes."""
         action = net.best(net.inputs(step.observation))
         if rank is not None:
-            least = (self.noise if self.noise_least is None else self.noise_least) / self.noise if self.noise else 1.0
-            spread = self.noise * least**rank
+            least = self.noise if self.noise_least is None else self.noise_least
+            spread = self.noise ** (1 - rank) * least**rank
             action = net.explored(action + spread.unsqueeze(-1) * torch.randn_like(action))
         return Act(net.outside(action), {}, carry)
 
