@@ -1,4 +1,4 @@
-"""How many actors and environments suit a machine: `auto` becomes a number before a run begins."""
+"""What suits a machine: actors, environments and who steps them, where a setting is `auto`, before a run begins."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from shoal import envs
 from shoal.core.errors import SettingsError
+from shoal.envs.envpool import is_mujoco
 from shoal.experiment import Experiment, validate
 from shoal.workers.follower import Follower
 from shoal.workers.rollout import Rollout
@@ -26,7 +27,8 @@ LAG = 16  # at most so many batches in the rollouts that all actors have begun, 
 
 
 def sized(experiment: Experiment) -> Experiment:
-    """The experiment with numbers of actors and environments instead of `auto`."""
+    """The experiment with numbers of actors and environments, and a backend of these, instead of `auto`."""
+    experiment = with_backend(experiment)
     if "auto" not in (experiment.actors, experiment.envs):
         return experiment
     tree = experiment.model_dump(mode="json") | {"actors": experiment.actor_count}
@@ -40,6 +42,17 @@ def sized(experiment: Experiment) -> Experiment:
     log.info("auto: actors=%d envs=%d%s", experiment.actor_count, size,
              "".join(f"; an actor with {size}: {speed:,.0f} steps/s" for size, speed in speeds.items()))  # fmt: skip
     return validate(tree | {"envs": size})
+
+
+def with_backend(experiment: Experiment) -> Experiment:
+    """The experiment with the name of who steps its environments, so that it is resumed with the same."""
+    environment = experiment.environment
+    if environment.backend != "auto" or not is_mujoco(environment.id):
+        return experiment
+    backend = envs.chosen(environment)
+    log.info("auto: environment.backend=%s", backend)
+    tree = experiment.model_dump(mode="json")
+    return validate(tree | {"environment": tree["environment"] | {"backend": backend}})
 
 
 def most(experiment: Experiment) -> int:

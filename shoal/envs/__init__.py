@@ -14,7 +14,8 @@ from shoal.envs.atari import Atari, is_atari
 from shoal.envs.toy import TOYS
 from shoal.envs.vector import Envs, Episode
 
-__all__ = ["TOYS", "Atari", "Environment", "Envs", "Episode", "check", "make", "spec_of"]
+__all__ = ["TOYS", "Atari", "Environment", "Envs", "Episode", "check", "chosen", "make", "spec_of"]
+POOLED = ("arguments", "wrappers", "mask")  # settings that EnvPool's environments do not have
 
 
 class Wrapper(Settings):
@@ -38,6 +39,11 @@ class Environment(Settings):
     )
     wrappers: tuple[Wrapper, ...] = Field(
         (), description="Gymnasium wrappers, the innermost first: `name` or `{name: …, arguments: {…}}` each."
+    )
+    backend: Literal["auto", "gymnasium", "envpool"] = Field(
+        "auto",
+        description="Who steps MuJoCo's environments: gymnasium, or envpool, which is faster; the same seed gives "
+        "other episodes there. auto: envpool where it is installed and has the id, unless other settings need gymnasium.",
     )
     mask: str | None = Field(
         None,
@@ -74,7 +80,7 @@ def make(
     In an evaluation a lost life does not end an episode. Only environments made with `render` can be drawn. After
     `limit` steps an episode is cut off.
     """
-    from shoal.envs import atari, gymnasium, toy
+    from shoal.envs import atari, envpool, gymnasium, toy
     from shoal.envs.vector import Vector
 
     _refuse_unused(environment)
@@ -84,6 +90,8 @@ def make(
         return atari.Games(
             environment.id, environment.atari, size, seed, environment.metrics, evaluation, render, limit
         )
+    if not render and chosen(environment) == "envpool":
+        return envpool.Pool(environment.id, size, seed, environment.max_faults, environment.metrics, limit)
     if environment.id in toy.ENVS:
         create = partial(toy.ENVS[environment.id], **environment.arguments)
     else:
@@ -94,17 +102,33 @@ def make(
 
 def check(environment: Environment) -> None:
     """Refuse an id that does not exist, without making the environment."""
-    from shoal.envs import atari, gymnasium, toy
+    from shoal.envs import atari, envpool, gymnasium, toy
 
     _refuse_unused(environment)
+    if environment.backend == "envpool":
+        envpool.check(environment.id)
     if atari.is_atari(environment.id):
         atari.rom(environment.id)
     elif environment.id not in toy.ENVS:
         gymnasium.check(environment.id)
 
 
+def chosen(environment: Environment) -> str:
+    """The backend that `auto` stands for on this machine."""
+    from shoal.envs import envpool
+
+    if environment.backend != "auto":
+        return environment.backend
+    plain = not any(getattr(environment, name) for name in POOLED)
+    return "envpool" if plain and envpool.installed() and envpool.knows(environment.id) else "gymnasium"
+
+
 def _refuse_unused(environment: Environment) -> None:
-    """Refuse what only Gymnasium's environments take, so that nobody counts on it."""
+    """Refuse settings that would be ignored, so that nobody counts on them."""
+    if environment.backend == "envpool":
+        for name in POOLED:
+            if getattr(environment, name):
+                raise Fatal(f"environment.{name} needs Gymnasium's own environments: set environment.backend=gymnasium")
     if is_atari(environment.id) or environment.id in TOYS:
         for name in ("wrappers", "mask"):
             if getattr(environment, name):

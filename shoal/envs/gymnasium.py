@@ -18,7 +18,16 @@ from shoal.core.types import MASK, Array
 from shoal.envs.spaces import actions
 
 # What an error names → the extra that brings it.
-EXTRAS = {"pygame": "video", "box2d": "box2d", "mujoco": "mujoco", "minigrid": "minigrid", "minatar": "minatar"}
+EXTRAS = {
+    "pygame": "video",
+    "box2d": "box2d",
+    "mujoco": "mujoco",
+    "minigrid": "minigrid",
+    "minatar": "minatar",
+    "pybullet_envs_gymnasium": "pybullet",
+    "shimmy": "dm_control",
+    "dm_control": "dm_control",
+}
 # Pictures need neither a screen nor a loudspeaker, and the libraries that draw them should print nothing.
 QUIET = {"PYGAME_HIDE_SUPPORT_PROMPT": "1", "SDL_VIDEODRIVER": "dummy", "SDL_AUDIODRIVER": "dummy"}
 

@@ -240,11 +240,19 @@ def test_a_missing_module():
         make(Environment(id="no_such_module:Pond-v0"), 1, seed=0)
 
 
-def test_a_missing_module_of_an_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "minigrid", None)  # as if it were not installed
+@pytest.mark.parametrize(
+    ("id", "extra"),
+    [
+        ("minigrid:MiniGrid-Empty-5x5-v0", "minigrid"),
+        ("pybullet_envs_gymnasium:AntBulletEnv-v0", "pybullet"),
+        ("shimmy:dm_control/cartpole-swingup-v0", "dm_control"),
+    ],
+)
+def test_a_missing_module_of_an_extra(monkeypatch, id, extra):
+    monkeypatch.setitem(sys.modules, id.partition(":")[0], None)  # as if it were not installed
     for use in (check, spec_of):
-        with pytest.raises(Fatal, match=r"minigrid:MiniGrid-Empty-5x5-v0 needs .*: pip install 'shoal\[minigrid\]'"):
-            use(Environment(id="minigrid:MiniGrid-Empty-5x5-v0"))
+        with pytest.raises(Fatal, match=rf"{id} needs .*: pip install 'shoal\[{extra}\]'"):
+            use(Environment(id=id))
 
 
 def test_a_module_may_offer_to_register_its_environments(tmp_path, monkeypatch):
