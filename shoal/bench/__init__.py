@@ -5,6 +5,7 @@ BENCHMARKS = {
     "cartpole": "shoal.bench.tasks:cartpole",
     "pong": "shoal.bench.tasks:pong",
     "dqn": "shoal.bench.tasks:dqn",
+    "control": "shoal.bench.tasks:control",
     "solve": "shoal.bench.tasks:solve",
     "calls": "shoal.bench.calls:calls",
     "links": "shoal.bench.links:links",

@@ -17,6 +17,7 @@ import numpy as np
 
 from shoal.bench import training
 from shoal.bench.measuring import Row, config_file
+from shoal.core.types import ActionSpec
 
 
 def limits(config: str, seconds: float, smallest: bool = False) -> Row:
@@ -60,7 +61,7 @@ def _measure(config: str, seconds: float, changes: dict[str, Any], barrier: Any,
 
     experiment = load(config_file(config), {"steps": 10**12, "threads": 1, **changes})
     vector = envs.make(experiment.environment, experiment.env_count, seed=core)
-    actions = np.random.randint(vector.spec.action.size, size=(1000, vector.size))
+    actions = random_actions(vector.spec.action, vector.size)
     vector.reset()
     barrier.wait(timeout=120)
     count, start, spent = 0, time.perf_counter(), time.process_time()
@@ -72,6 +73,13 @@ def _measure(config: str, seconds: float, changes: dict[str, Any], barrier: Any,
     vector.close()
     barrier.wait(timeout=120)
     answers.put(alone | _take_turns(experiment, seconds))
+
+
+def random_actions(action: ActionSpec, size: int, count: int = 1000) -> Any:
+    """Actions [count, size] or [count, size, A]."""
+    if action.discrete:
+        return np.random.randint(action.size, size=(count, size))
+    return np.random.uniform(action.low, action.high, (count, size, action.size))
 
 
 def _take_turns(experiment: Any, seconds: float) -> dict[str, float]:

@@ -18,6 +18,8 @@ TRAINING = {
     ],
     "ppo_pong": [("Stable-Baselines3 PPO", "sb3", ["sb3_train.py", "--algo=ppo"])],
     "dqn_pong": [("Stable-Baselines3 DQN", "sb3", ["sb3_train.py", "--algo=dqn"])],
+    "sac_halfcheetah": [("Stable-Baselines3 SAC", "sb3", ["sb3_train.py", "--algo=sac", "--env=HalfCheetah-v5"])],
+    "td3_halfcheetah": [("Stable-Baselines3 TD3", "sb3", ["sb3_train.py", "--algo=td3", "--env=HalfCheetah-v5"])],
 }
 SOLVING = "Stable-Baselines3 PPO"
 
@@ -38,7 +40,8 @@ def drive(folder: Path, virtual: str, words: list[str]) -> Row:
 
 def train(folder: Path, virtual: str, words: list[str], seconds: float) -> Row:
     """Steps per second and memory of a peer; drivers count memory in MiB."""
-    found = drive(folder, virtual, [*words, "--env=ALE/Pong-v5", f"--seconds={seconds:g}"])
+    game = [] if any(word.startswith("--env=") for word in words) else ["--env=ALE/Pong-v5"]
+    found = drive(folder, virtual, [*words, *game, f"--seconds={seconds:g}"])
     return {
         "steps_per_s": found["steps_per_s"],
         "first_update_s": found["launch_to_first_train_s"],

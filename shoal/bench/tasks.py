@@ -25,6 +25,11 @@ def dqn(effort: Effort) -> Tables:
     return train(effort, "dqn_pong")
 
 
+def control(effort: Effort) -> Tables:
+    """SAC and TD3 on HalfCheetah, with one update of 256 per step."""
+    return train(effort, "sac_halfcheetah", "td3_halfcheetah")
+
+
 def train(effort: Effort, *configs: str) -> Tables:
     """Training speed; a row is the round of the median rate."""
     bounds = {config: limits(config, min(effort.seconds, 5.0), effort.smallest) for config in configs}

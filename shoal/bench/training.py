@@ -19,7 +19,11 @@ PROGRESS = re.compile(r"%  step ([\d,]+)  ")
 # The lines of progress are the clock, so they come often.
 ENDLESS = ("steps=1000000000000", "evaluation.every=1000000000000", "log_every=0.25")
 # Peers begin to learn after this many steps; how full the replay is does not change the rate.
-CHANGES: dict[str, dict[str, Any]] = {"dqn_pong": {"algorithm.replay.minimum": 2_000}}
+CHANGES: dict[str, dict[str, Any]] = {
+    "dqn_pong": {"algorithm.replay.minimum": 2_000},
+    "sac_halfcheetah": {"algorithm.replay.minimum": 1_000},
+    "td3_halfcheetah": {"algorithm.replay.minimum": 1_000},
+}
 # Just enough to see that everything runs.
 SMALLEST: dict[str, dict[str, Any]] = {
     "impala_cartpole": {"actors": 1},
@@ -27,6 +31,8 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "ppo_pong": {"actors": 1, "envs": 1, "algorithm.unroll": 8, "algorithm.epochs": 1, "algorithm.minibatches": 1},
     "dqn_pong": {"envs": 1, "algorithm.batch": 2, "algorithm.replay.minimum": 8, "algorithm.replay.capacity": 1_000,
                  "algorithm.replay.chunk": 1},
+    "sac_halfcheetah": {"algorithm.batch": 2, "algorithm.replay.minimum": 8, "algorithm.replay.samples_per_insert": 2},
+    "td3_halfcheetah": {"algorithm.batch": 2, "algorithm.replay.minimum": 8, "algorithm.replay.samples_per_insert": 2},
 }  # fmt: skip
 
 

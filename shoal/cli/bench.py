@@ -52,6 +52,14 @@ def dqn(
 
 
 @app.command()
+def control(
+    seconds: Seconds = 30.0, rounds: Rounds = 1, peers: Peers = None, smallest: Smallest = False, json: Json = False
+) -> None:
+    """Training speed, start-up and memory of SAC and TD3 on HalfCheetah."""
+    run(["control"], json, seconds=seconds, rounds=rounds, peers=peers, smallest=smallest)
+
+
+@app.command()
 def solve(peers: Peers = None, smallest: Smallest = False, json: Json = False) -> None:
     """Seconds until CartPole is solved, for PPO and IMPALA, on three seeds."""
     run(["solve"], json, peers=peers, smallest=smallest)

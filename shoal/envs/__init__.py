@@ -42,8 +42,8 @@ class Environment(Settings):
     )
     backend: Literal["auto", "gymnasium", "envpool"] = Field(
         "auto",
-        description="Who steps MuJoCo's environments: gymnasium, or envpool, which is faster; the same seed gives "
-        "other episodes there. auto: envpool where it is installed and has the id, unless other settings need gymnasium.",
+        description="Who steps MuJoCo's environments: gymnasium, or envpool, which is faster; one seed gives other "
+        "episodes there. auto: envpool where it is installed and has the id, unless another setting needs gymnasium.",
     )
     mask: str | None = Field(
         None,

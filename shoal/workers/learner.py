@@ -50,6 +50,7 @@ def learn(
     saver = Saver(experiment, checkpoints, journal, store, now.steps, None if saved is None else now.steps)
     reports, count, health = Reports(journal, lockstep), Count(store, now.steps), Health(checkpoints, saver)
     every = experiment.replay.publish if experiment.replay else 1
+    prioritized = experiment.replay is not None and experiment.replay.alpha > 0
     sent = parameters.publish(now.version, now.steps, now.period, False, model.weights())
     if saved is None:
         saver.begin(now, model)
@@ -85,7 +86,7 @@ def learn(
             journal.report(problem)
         now.steps = count.learned(status, now.steps, batch)
         now.updates, now.version = now.updates + updates, now.version + 1
-        if priority is not None:
+        if priority is not None and prioritized:
             store.update(batch.key, priority)
         done, due = now.steps >= experiment.steps, saver.due(now.steps)
         stop = reports.learned(now, {**metrics, **numbers}, done or due)

@@ -52,15 +52,29 @@ def target_every(algorithm: Algorithm[Any]) -> int | None:
     return algorithm.target_every if isinstance(algorithm, HasTarget) else None
 
 
-@torch.no_grad()
-def follow(algorithm: Algorithm[Any], net: nn.Module, target: nn.Module) -> None:
-    """Move a target network towards a network, or all the way to it."""
-    if not isinstance(algorithm, HasTau) or algorithm.tau == 1:
-        target.load_state_dict(net.state_dict())
-        return
-    torch._foreach_lerp_([*target.parameters()], [*net.parameters()], algorithm.tau)
-    for moved, buffer in zip(target.buffers(), net.buffers(), strict=True):
-        moved.copy_(buffer)
+def tau_of(algorithm: Algorithm[Any]) -> float:
+    """How far a target network moves towards the weights when it is due; 1: it becomes a copy."""
+    return algorithm.tau if isinstance(algorithm, HasTau) else 1.0
+
+
+class Following:
+    """The tensors of a target network beside those that it follows, found once: the search takes longer than a move."""
+
+    def __init__(self, net: nn.Module, target: nn.Module) -> None:
+        """Find them."""
+        self.moved: list[torch.Tensor] = [*target.parameters()]
+        self.followed: list[torch.Tensor] = [*net.parameters()]
+        self.buffers = [*zip(target.buffers(), net.buffers(), strict=True)]
+
+    @torch.no_grad()
+    def move(self, tau: float) -> None:
+        """Move the target network towards the network, or all the way to it."""
+        if tau == 1:
+            torch._foreach_copy_(self.moved, self.followed)
+        else:
+            torch._foreach_lerp_(self.moved, self.followed, tau)
+        for moved, buffer in self.buffers:
+            moved.copy_(buffer)
 
 
 class Model:
@@ -72,6 +86,7 @@ class Model:
         self.net: nn.Module = algorithm.build(spec).to(device)
         self.every = target_every(algorithm)
         self.target = copy.deepcopy(self.net).requires_grad_(False) if self.every else self.net
+        self.following = Following(self.net, self.target)
         self.optimizer = algorithm.optimizer(self.net)
         captured = device.type == "cuda" and isinstance(algorithm, HasCapture) and algorithm.capturable
         self.step: OptimizerStep = Captured(optimizer_step, self.optimizer) if captured else optimizer_step
@@ -84,7 +99,7 @@ class Model:
         parts = self.net, self.target, self.optimizer
         priority, count, metrics = update(algorithm, *parts, batch, self.backup, self.step)
         if self.every and updates // self.every != (updates + count) // self.every:
-            follow(algorithm, self.net, self.target)
+            self.following.move(tau_of(algorithm))
         return priority, count, metrics
 
     def weights(self) -> Mapping[str, Array]:
@@ -102,16 +117,17 @@ class Backup:
         """Keep nothing yet."""
         self.net, self.optimizer = net, optimizer
         self.stepped = any(part.is_cuda for part in net.parameters())
+        self.statistics = [*net.buffers()]
         self.now: list[torch.Tensor] = []
         self.before: list[torch.Tensor] = []
 
     @torch.no_grad()
     def keep(self) -> None:
         """Copy it."""
-        now = [*self.net.buffers()]
+        now = self.statistics
         if self.stepped:
             state = [value for values in self.optimizer.state.values() for value in values.values()]
-            now += [*self.net.parameters(), *(value for value in state if isinstance(value, torch.Tensor))]
+            now = [*now, *self.net.parameters(), *(value for value in state if isinstance(value, torch.Tensor))]
         if len(now) != len(self.before):
             self.before = [torch.empty_like(part) for part in now]
         self.now = now

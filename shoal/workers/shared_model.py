@@ -21,7 +21,7 @@ from shoal.core.algorithm import Algorithm
 from shoal.core.randomness import Randomness, derive
 from shoal.core.tree import to_numpy
 from shoal.core.types import Array, Batch, Spec
-from shoal.workers.model import Backup, follow, target_every, update
+from shoal.workers.model import Backup, Following, target_every, tau_of, update
 from shoal.workers.progress import Progress
 from shoal.workers.saving import load_weights, optimizer_state
 
@@ -93,6 +93,7 @@ class SharedModel:
         self.target = self.own
         if self.every:
             self.target = lay_over(copy.deepcopy(self.own), block, "target/").requires_grad_(False)
+        self.following = Following(self.net, self.target)
         self.optimizer = self._over_block(algorithm.optimizer(self.net))
         self.backup = Backup(self.own, self.optimizer)
         self.last: Batch  # the one learned from most recently
@@ -119,7 +120,7 @@ class SharedModel:
         self.block["updates"][self.index] += count
         if self.every and (copies := self.now().updates // self.every) > self.block["copies"]:
             self.block["copies"][...] = copies
-            follow(algorithm, self.net, self.target)
+            self.following.move(tau_of(algorithm))
         return priority, {"lag": lag, "lr": algorithm.lr.now, **metrics}
 
     @property

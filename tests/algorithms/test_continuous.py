@@ -14,7 +14,7 @@ from shoal.algorithms.sac import Sac
 from shoal.core.settings import Schedule
 from shoal.core.types import ActionSpec, ArraySpec, NStep, Spec, Step
 from shoal.nets.continuous import ContinuousArchitecture
-from shoal.workers.model import Model, first_priorities, follow
+from shoal.workers.model import Following, Model, first_priorities
 from shoal.workers.packing import fresh_batch, make
 from tests.algorithms.conftest import wander
 
@@ -264,11 +264,11 @@ def test_a_target_moves_by_tau() -> None:
     net, target = make_nets(algorithm)
     before, goal = copy.deepcopy([*target.parameters()]), [*net.parameters()]
     net.updates += 3
-    follow(algorithm, net, target)
+    Following(net, target).move(algorithm.tau)
     for old, new, towards in zip(before, target.parameters(), goal, strict=True):
         torch.testing.assert_close(new, old + 0.25 * (towards - old))
     assert target.updates == 3
-    follow(algorithm.model_copy(update={"tau": 1.0}), net, target)
+    Following(net, target).move(1.0)
     assert all(torch.equal(*pair) for pair in zip(target.parameters(), goal, strict=True))
 
 
