@@ -18,6 +18,19 @@ class Settings(BaseModel):
     # Without "constants", an infinity would be written down as nothing.
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=False, ser_json_inf_nan="constants")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_the_rest(cls, value: Any) -> Any:
+        """Settings that are given in part keep the rest of their own default, such as SAC's of its replay."""
+        return {name: cls._completed(name, given) for name, given in value.items()} if type(value) is dict else value
+
+    @classmethod
+    def _completed(cls, name: str, given: Any) -> Any:
+        default = cls.model_fields[name].default if name in cls.model_fields else None
+        if isinstance(given, dict) and isinstance(default, Settings) and not isinstance(default, Schedule):
+            return {**default.model_dump(exclude_unset=True), **given}
+        return given
+
 
 class Schedule(Settings):
     """A number that may change over the run; a bare number is a constant."""

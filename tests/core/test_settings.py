@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import Field, ValidationError
 
+from shoal.algorithms.deterministic import Td3
+from shoal.algorithms.sac import Sac
 from shoal.core.settings import Schedule, Settings, at
 
 
@@ -129,3 +131,13 @@ def test_the_schema_takes_a_bare_number_too():
     number, whole = Schedule.model_json_schema()["anyOf"]
     assert number == {"type": "number"}
     assert list(whole["properties"]) == ["start", "end", "shape", "power", "until", "warmup"]
+
+
+def test_settings_given_in_part_keep_the_rest_of_their_own_default() -> None:
+    given = Sac(replay={"capacity": 5_000})
+    assert given.replay == Sac().replay.model_copy(update={"capacity": 5_000})
+    assert given.replay.alpha == 0.0  # SAC's, where a replay's own default is 0.6
+    assert Sac(replay={"alpha": 0.6}).replay.alpha == 0.6
+    assert Td3(network={"normalise_observation": True}).network.hidden == (400, 300)
+    # A schedule is one thing: nothing of another one is left in it.
+    assert Sac(lr={"start": 1e-3, "end": 0}).lr.shape == "linear"
