@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
@@ -20,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from shoal import configs
 from shoal.algorithms import ALGORITHMS
 from shoal.algorithms import find as find_algorithm
 from shoal.core.algorithm import (
@@ -41,6 +43,8 @@ from shoal.engines.options import Network, Room
 from shoal.envs import Environment
 from shoal.runs import directory
 
+SYNONYMS = {"gpu": "cuda"}  # what people write → what it is called here
+CLOSE = 0.75  # how near a name must be to be suggested where it does not stand
 ENVS = 8  # environments per actor where nothing says how many are fast
 
 
@@ -341,7 +345,7 @@ class Experiment(Settings):
 
 
 def load(config: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Experiment:
-    """Read an experiment from a YAML file or a mapping, then apply overrides with dotted keys."""
+    """Read an experiment from a YAML file, by its name if it comes with Shoal, or from a mapping; then override it."""
     return validate(read(config, overrides))
 
 
@@ -371,7 +375,7 @@ def read(config: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | 
         tree = dict(config)
     else:
         try:
-            tree = read_yaml(Path(config).read_text())
+            tree = read_yaml(configs.located(config).read_text())
         except OSError as error:
             raise SettingsError(f"cannot read {config}: {error.strerror}{nearest_file(Path(config))}") from None
         except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are not text, invalid dates
@@ -393,7 +397,17 @@ NUMBER = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 
 
 class Loader(yaml.SafeLoader):
-    """Safe YAML that also reads 1e6 and 1e-3 as numbers, which YAML 1.1 takes for text."""
+    """Safe YAML that reads 1e6 and 1e-3 as numbers, which YAML 1.1 takes for text, and refuses a key given twice."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """A mapping, of whose equal keys all but the last would be lost without a word."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"{key.value} is set twice", key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 Loader.yaml_implicit_resolvers = {key: list(value) for key, value in yaml.SafeLoader.yaml_implicit_resolvers.items()}
@@ -407,8 +421,9 @@ def read_yaml(text: str) -> Any:
 
 
 def nearest_file(path: Path) -> str:
-    """A suggestion: the nearest file name in the same folder."""
-    return nearest(path.name, [item.name for item in path.parent.glob("*.yaml")]) if path.parent.is_dir() else ""
+    """A suggestion: the nearest file name in the same folder, or the name of an experiment that comes with Shoal."""
+    beside = [item.name for item in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
+    return nearest(path.name, beside) or (nearest(path.stem, configs.names()) if path.name == str(path) else "")
 
 
 def parse_overrides(words: list[str]) -> dict[str, Any]:
@@ -457,13 +472,33 @@ def _complaint(problem: Any, path: list[str], tree: Any) -> str:
     if kind == "extra_forbidden" and model is not None:
         known = [name for name, field in model.model_fields.items() if not field.exclude]
         known += ["name"] if path[:-1] == ["algorithm"] else []
-        return f"unknown setting; allowed: {', '.join(known)}{nearest(path[-1], known)}"
+        return f"unknown setting; allowed: {', '.join(known)}{_suggested(path, known, tree)}"
     if kind == "missing" and model is not None:
         return f"missing; {model.model_fields[path[-1]].description}"
     if kind == "value_error":
         return message  # type: ignore[no-any-return]
     choices = re.findall(r"'([^']*)'", problem["ctx"]["expected"]) if kind == "literal_error" else []
-    return f"{message}, got {problem['input']!r}{nearest(str(problem['input']), choices)}"
+    given = SYNONYMS.get(str(problem["input"]).lower(), str(problem["input"]))
+    return f"{message}, got {problem['input']!r}{nearest(given, choices)}"
+
+
+def _suggested(path: list[str], known: list[str], tree: Any) -> str:
+    """A suggestion: a setting of this name that belongs to a part, else the nearest one here, else in a part."""
+    name = path[-1]
+    inside = {place.rpartition(".")[2]: place for place in _below(path[:-1], tree)}
+    if name not in inside and (near := nearest(name, known)):
+        return near
+    match = difflib.get_close_matches(name, inside, n=1, cutoff=CLOSE)
+    return f"; did you mean {inside[match[0]]!r}?" if match else ""
+
+
+def _below(path: list[str], tree: Any) -> Iterator[str]:
+    """The settings of all parts of what a path leads to, those near to it last."""
+    model = _model_at(path, tree)
+    for name in model.model_fields if model else ():
+        if (part := _model_at([*path, name], tree)) is not None:
+            yield from _below([*path, name], tree)
+            yield from (".".join([*path, name, inner]) for inner in part.model_fields)
 
 
 def _model_at(path: list[str], tree: Any) -> type[BaseModel] | None:
@@ -471,7 +506,10 @@ def _model_at(path: list[str], tree: Any) -> type[BaseModel] | None:
     model: Any = Experiment
     for part in path:
         if part == "algorithm" and model is Experiment:
-            model = find_algorithm(tree["algorithm"]["name"])
+            try:
+                model = find_algorithm(tree["algorithm"]["name"])
+            except (KeyError, TypeError, ShoalError):  # which has a complaint of its own
+                return None
             continue
         field = model.model_fields.get(part)
         model = field and field.annotation

@@ -97,14 +97,6 @@ def test_the_memory_of_a_long_run_is_measured(tmp_path: Path) -> None:
     assert {file.suffix for file in tmp_path.iterdir()} == {".json", ".log", ".png"}
 
 
-def test_every_config_that_is_measured_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert Path(measuring.config_file("impala_pong")).is_file()
-    monkeypatch.setattr(measuring, "CONFIGS", (tmp_path,))
-    with pytest.raises(ShoalError, match=r"cannot find impala_pong\.yaml in "):
-        measuring.config_file("impala_pong")
-
-
 @pytest.mark.parametrize(
     "words",
     [("engines", "inline", "--seconds", "0.1"), ("scale", "--engine", "threads", "--actors", "1", "--seconds", "0.1")],

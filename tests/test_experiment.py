@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from shoal import configs
 from shoal.algorithms import ALGORITHMS
 from shoal.algorithms.impala import Impala
 from shoal.algorithms.ppo import Ppo
@@ -234,6 +235,13 @@ MISTAKES = {
         ["envs=30", "algorithm.batch=16"],
         r"30 items .* do not fit",
     ),
+    "a setting of a part": (["lr=1"], r"^lr: unknown setting; .*; did you mean 'algorithm\.lr'\?$"),
+    "nearly a setting of a part": (["gama=1"], r"^gama: unknown setting; .*; did you mean 'algorithm\.gamma'\?$"),
+    "a setting of a part's part": (
+        ["algorithm.hidden=[3]"],
+        r"^algorithm\.hidden: unknown setting; .*; did you mean 'algorithm\.network\.hidden'\?$",
+    ),
+    "another word": (["device=gpu"], r"^device: Input should be .*, got 'gpu'; did you mean 'cuda'\?$"),
     "malformed override": (["steps"], r"^'steps' is not a setting: write key=value, such as algorithm\.lr=1e-3$"),
     "override without a key": (["=5"], r"^'=5' is not a setting: write key=value"),
     "override that is not YAML": (["steps=[1"], r"^steps: '\[1' is not a YAML value$"),
@@ -266,6 +274,28 @@ def test_every_mistake_is_told_at_once():
     assert sorted(places) == ["algorithm.gamma", "algorithm.lrr", "envs", "stepps"]
 
 
+def test_an_experiment_that_comes_with_shoal_is_found_by_name(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for path in CONFIGS:
+        assert load(path.stem) == load(path)
+    (tmp_path / "ppo_cartpole").write_text((CONFIGS[0].parent / "dqn_cartpole.yaml").read_text())
+    assert load("ppo_cartpole").algorithm_name == "dqn"  # one's own file comes first
+    with pytest.raises(SettingsError, match=r"no experiment 'impala_cartpol' comes .*did you mean 'impala_cartpole'\?"):
+        load("impala_cartpol")
+    with pytest.raises(SettingsError, match=r"cannot read impala_cartpol\.yaml: .*; did you mean 'impala_cartpole'\?"):
+        load("impala_cartpol.yaml")
+    with pytest.raises(SettingsError, match=r"cannot read .*: No such file or directory$"):
+        load("nowhere/impala_cartpole")
+
+
+def test_configs_say_what_they_need():
+    assert configs.needs("ppo_lunarlander") == "needs shoal[box2d]"
+    assert configs.needs("ppo_doorkey") == "needs shoal[minigrid]"
+    assert configs.needs("ppo_cartpole") == ""
+    for path in CONFIGS:  # an id of another package is one of an extra
+        assert (":" in load(path).environment.id) <= bool(configs.needs(path.stem))
+
+
 def test_a_missing_file_names_the_nearest(file):
     with pytest.raises(SettingsError, match=r"cartpol\.yaml: No such file .*; did you mean 'cartpole\.yaml'\?"):
         load(file.with_name("cartpol.yaml"))
@@ -279,6 +309,8 @@ def test_a_missing_file_names_the_nearest(file):
     ("content", "complaint"),
     [
         (b"steps: [1", "is not YAML"),
+        (b"steps: 1\nseed: 2\nsteps: 3", "is not YAML: steps is set twice\n.*line 3"),
+        (b"algorithm: {name: ppo, lr: 1, lr: 2}", "is not YAML: lr is set twice"),
         (b"\xff\xfe\x00\x01", "is not YAML"),
         (b"when: 2020-99-99", "is not YAML"),
         (b"!!python/object/apply:os.getcwd []", "is not YAML"),

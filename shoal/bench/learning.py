@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from shoal.bench.measuring import Row, config_file, launch
+from shoal.bench.measuring import Row, launch
 from shoal.core.errors import SettingsError, nearest
 from shoal.core.tree import flat
 from shoal.core.types import INTERRUPTED
@@ -124,7 +124,7 @@ def _start(name: str, seed: int, folder: Path, overrides: Sequence[str]) -> subp
     if not (run / "config.yaml").exists():
         # To the last step, since the policy that is scored is the last: not the one that once reached a target.
         settings = [f"seed={seed}", "evaluation.target=null", *TASKS[name].changes, *overrides]
-        words = ["train", config_file(TASKS[name].config), *settings, "--run-dir", str(run)]
+        words = ["train", TASKS[name].config, *settings, "--run-dir", str(run)]
     else:
         words = ["resume", str(run), *overrides]
     run.parent.mkdir(parents=True, exist_ok=True)
@@ -195,9 +195,7 @@ def differences(task: Task, run: Path) -> list[str]:
     """The settings of a run that are not those of the config: how it was run."""
     from shoal.experiment import load
 
-    shipped, own = (
-        dict(flat(load(file).model_dump(mode="json"))) for file in (config_file(task.config), run / "config.yaml")
-    )
+    shipped, own = (dict(flat(load(file).model_dump(mode="json"))) for file in (task.config, run / "config.yaml"))
     left_out = {"seed", "evaluation.target"}
     return [f"{key}={value}" for key, value in own.items() if key not in left_out and shipped.get(key) != value]
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from shoal.bench import training
-from shoal.bench.measuring import Row, config_file
+from shoal.bench.measuring import Row
 from shoal.core.types import ActionSpec
 
 
@@ -59,7 +59,7 @@ def _measure(config: str, seconds: float, changes: dict[str, Any], barrier: Any,
     from shoal import envs
     from shoal.experiment import load
 
-    experiment = load(config_file(config), {"steps": 10**12, "threads": 1, **changes})
+    experiment = load(config, {"steps": 10**12, "threads": 1, **changes})
     vector = envs.make(experiment.environment, experiment.env_count, seed=core)
     actions = random_actions(vector.spec.action, vector.size)
     vector.reset()

@@ -6,7 +6,6 @@ import os
 import struct
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ ROUNDS = 9  # contestants take turns this often: what disturbs the machine distu
 ORDER = struct.Struct("<8sQ")  # what to do, with how many bytes: 16 bytes, the small message
 NATURE = ((32, 4, 8, 8), (64, 32, 4, 4), (64, 64, 3, 3), (512, 3136), (7, 512))  # weights of a network for Atari
 SHOAL = (sys.executable, "-c", "from shoal.cli.main import main; main()")
-CONFIGS = (Path(__file__).parents[2] / "configs", Path(sysconfig.get_path("data")) / "share" / "shoal" / "configs")
 
 
 @dataclass(frozen=True)
@@ -52,14 +50,6 @@ def launch(*words: str, **options: Any) -> subprocess.Popen[str]:
     """Start a `shoal` command in a process that finds the same packages."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.Popen([*SHOAL, *words], env=environment, text=True, **options)
-
-
-def config_file(name: str) -> str:
-    """The path of an experiment that comes with Shoal: of a clone, or as the package installed it."""
-    found = next((path for folder in CONFIGS if (path := folder / f"{name}.yaml").is_file()), None)
-    if found is None:
-        raise ShoalError(f"cannot find {name}.yaml in {' or '.join(map(str, CONFIGS))}")
-    return str(found)
 
 
 def core_seconds(process: Any) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.bench.measuring import Row, config_file, launch, library
+from shoal.bench.measuring import Row, launch, library
 from shoal.core.errors import ShoalError
 
 EVERY = 5.0  # seconds between samples
@@ -55,7 +55,7 @@ def soak(engine: str, seconds: float, out: Path) -> list[Row]:
 
 def run(engine: str, seconds: float, log: Path) -> tuple[Samples, int]:
     """Train and sample the memory; returns the samples and the steps that were trained."""
-    words = ("train", config_file("apex_dqn_cartpole"), f"engine={engine}", *SMALL, *ENDLESS)
+    words = ("train", "apex_dqn_cartpole", f"engine={engine}", *SMALL, *ENDLESS)
     samples: Samples = []
     with tempfile.TemporaryDirectory() as place, log.open("w") as file:
         process = launch(*words, "--run-dir", place, stdout=file, stderr=file)

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shoal.bench.measuring import Row, config_file, core_seconds, launch, library
+from shoal.bench.measuring import Row, core_seconds, launch, library
 from shoal.core.errors import ShoalError
 
 WARMUP = 5.0  # seconds after the first update in which caches fill and queues find their level
@@ -43,7 +43,7 @@ def changes(config: str, smallest: bool) -> dict[str, Any]:
 
 def train(config: str, directory: str, *overrides: str) -> subprocess.Popen[str]:
     """Start `shoal train` with a config that comes with Shoal; its progress can be read from standard error."""
-    words = ("train", config_file(config), *overrides, "--run-dir", directory)
+    words = ("train", config, *overrides, "--run-dir", directory)
     return launch(*words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 

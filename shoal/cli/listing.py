@@ -9,12 +9,13 @@ from shoal.core.recipe import find
 
 
 def catalogue(what: str | None) -> list[str]:
-    """The lines of one part, or of all of them; environments are listed in full only on request."""
+    """The lines of one part, or of all of them; environments and configs are listed in full only on request."""
     parts: dict[str, Callable[[], list[str]]] = {
         "algorithms": algorithms,
         "engines": engines,
         "stores": stores,
         "environments": lambda: environments(full=what == "environments"),
+        "configs": lambda: experiments(full=what == "configs"),
     }
     if what is not None and what not in parts:
         raise SettingsError(f"cannot list {what!r}: choose from {', '.join(parts)}{nearest(what, parts)}")
@@ -61,6 +62,22 @@ def environments(full: bool) -> list[str]:
         "your own as my_package:MyEnv-v0",
         "(`shoal list environments` lists them all)",
     ]
+
+
+def experiments(full: bool) -> list[str]:
+    """Every config that comes with Shoal, for `shoal train NAME`."""
+    from shoal import configs
+    from shoal.experiment import read
+
+    names = configs.names()
+    if not full:
+        return [f"{len(names)} to train by name, such as impala_cartpole", "(`shoal list configs` lists them all)"]
+    lines = []
+    for name in names:
+        tree, needed = read(name), configs.needs(name)
+        about = f"{tree['algorithm']['name']} on {tree['environment']['id'].rpartition(':')[2]}"
+        lines.append(f"{name:22} {about}{f' ({needed})' if needed else ''}")
+    return lines
 
 
 def described(table: Mapping[str, str], *more: str) -> list[str]:

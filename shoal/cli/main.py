@@ -25,7 +25,9 @@ app = typer.Typer(
     help="Distributed deep reinforcement learning: train policies, evaluate them, watch them play.",
 )
 
-Config = Annotated[Path, typer.Argument(help="The experiment: a YAML file such as configs/impala_cartpole.yaml.")]
+Config = Annotated[
+    Path, typer.Argument(help="The experiment: a YAML file, or the name of one that comes with Shoal: impala_cartpole.")
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="Settings to override, as dotted keys: algorithm.lr=1e-3 actors=4 engine=threads."),
@@ -157,7 +159,7 @@ def plot(
 
 @app.command()
 def config(
-    file: Annotated[Path | None, typer.Argument(help="A YAML file.")] = None,
+    file: Annotated[Path | None, typer.Argument(help="A YAML file, or the name of one that comes with Shoal.")] = None,
     overrides: Overrides = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print a JSON schema for editors instead.")] = False,
 ) -> None:
@@ -175,10 +177,10 @@ def config(
 @app.command("list")
 def list_(
     what: Annotated[
-        str | None, typer.Argument(help="algorithms, engines, stores or environments; default: all.")
+        str | None, typer.Argument(help="algorithms, engines, stores, environments or configs; default: all.")
     ] = None,
 ) -> None:
-    """List the algorithms, engines, stores and environments that come with Shoal."""
+    """List the algorithms, engines, stores, environments and configs that come with Shoal."""
     from shoal.cli.listing import catalogue
 
     for line in catalogue(what):
