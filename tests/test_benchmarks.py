@@ -14,7 +14,6 @@ import pytest
 from shoal.bench import BENCHMARKS, engines, learning, measuring, scale, soak
 from shoal.bench.tables import show
 from shoal.cli.main import main
-from shoal.core.errors import ShoalError
 from tests.pace import seconds
 
 ROOT = Path(__file__).parents[1]
