@@ -1,8 +1,9 @@
 # Everything happens in .venv; set PYTHON to choose the interpreter.
 PYTHON ?= python3
 BIN := .venv/bin
-# The stamp is newer than the files that decide what is installed: a second call costs nothing.
+# A stamp is newer than the files that decide what is installed: a second call costs nothing.
 STAMP := .venv/.installed
+DEMO := .venv/.demo
 
 .PHONY: install demo test test-all check docs bench clean
 
@@ -13,8 +14,14 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP)
-	$(BIN)/shoal train configs/impala_cartpole.yaml
+# Only what the demo needs, unless everything is there already.
+$(DEMO): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo]'
+	@touch $@
+
+demo: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO))
+	$(BIN)/shoal train impala_cartpole
 	$(BIN)/shoal play latest --seconds 11
 
 # Every promise in its short form.

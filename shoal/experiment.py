@@ -45,6 +45,7 @@ from shoal.runs import directory
 
 SYNONYMS = {"gpu": "cuda"}  # what people write → what it is called here
 CLOSE = 0.75  # how near a name must be to be suggested where it does not stand
+SHORT = {"algorithm": "name", "environment": "id"}  # parts that one word may stand for, and what it is
 ENVS = 8  # environments per actor where nothing says how many are fast
 
 
@@ -177,6 +178,11 @@ class Experiment(Settings):
     evaluation: Evaluation = Field(default_factory=Evaluation, description="When and how the policy is evaluated.")
     checkpoints: Saving = Field(default_factory=Saving, description="When checkpoints are saved and how many are kept.")
     limits: Limits = Field(default_factory=Limits, description="Timeouts and restarts.")
+    loggers: tuple[str, ...] | None = Field(
+        None,
+        description="Where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow, or your own as "
+        "package.module:Class; null: tensorboard where it is installed.",
+    )
     log_every: float = Field(2.0, gt=0, description="Seconds between progress lines.")
 
     @field_serializer("algorithm")
@@ -382,15 +388,23 @@ def read(config: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | 
             raise SettingsError(f"{config} is not YAML: {error}") from None
         if not isinstance(tree, dict):
             raise SettingsError(f"{config} must contain a mapping of settings, such as `steps: 100000`")
+    tree = {key: _whole(key, value) for key, value in tree.items()}
     # The whole before its parts, so that the order of overrides does not matter.
     for key, value in sorted(
         (overrides or {}).items(), key=lambda pair: (pair[0].count("."), pair[0] != "algorithm.name")
     ):
         if key == "algorithm.name":
             tree = merged(tree, ["algorithm"], {"name": value})  # drops the settings of another algorithm
+        elif key == "environment" and isinstance(value, str):
+            tree = {**tree, key: _whole(key, value)}  # arguments of another one would hardly fit
         else:
-            tree = merged(tree, key.split("."), value)
+            tree = merged(tree, key.split("."), _whole(key, value))
     return tree
+
+
+def _whole(key: str, value: Any) -> Any:
+    """A part of an experiment that may be written as one word: `algorithm: ppo` is `algorithm: {name: ppo}`."""
+    return {SHORT[key]: value} if key in SHORT and isinstance(value, str) else value
 
 
 NUMBER = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")

@@ -122,7 +122,7 @@ class Run:
     ) -> Score:
         """Play whole episodes without exploration; `progress` is called with the number of those that ended."""
         from shoal.core.randomness import derive, seed_everything
-        from shoal.display.plots import distribution
+        from shoal.display.plots import available, distribution
         from shoal.display.statistics import describe
         from shoal.envs import Episode, make
         from shoal.workers.evaluator import WIDEST, play, summarise
@@ -141,7 +141,7 @@ class Run:
         result = summarise(policy.steps, ended)
         name = f"{self.title} · {policy.path.name}"
         path = self.directory / "plots" / f"returns_{policy.path.name}.png"
-        picture = Picture(distribution(result["scores"], path, name))
+        picture = Picture(distribution(result["scores"], path, name)) if available() else None
         statistics = describe(result["scores"])
         return Score(
             result["scores"],
@@ -229,14 +229,24 @@ class Run:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write its results; a disk that refuses them is logged."""
+        from shoal.display.plots import available
+
         self._summary = summary
         try:
             files.write(self.directory / directory.SUMMARY, json.dumps(summary, indent=2) + "\n")
             files.write(self.directory / "summary.txt", summary_text(self.directory, summary) + "\n")
             if any(row["kind"] == "evaluation" or row["return"] is not None for row in self.rows()):
-                self.plot()
+                if available():
+                    self.plot()
+                else:
+                    log.info("no learning curve: plots need Matplotlib, pip install 'shoal[plots]'")
         except OSError as error:
             log.error("cannot write all results of the run: %s", error)
+
+    def _repr_html_(self) -> str:
+        from shoal.display.notebook import summary_html
+
+        return summary_html(repr(self), self.directory / "plots" / "curve.png")
 
     def __repr__(self) -> str:
         """The run in a few lines."""

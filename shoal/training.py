@@ -22,9 +22,10 @@ from shoal.core.settings import Replaying
 from shoal.core.tree import map_tree, to_numpy, to_torch
 from shoal.core.types import INTERRUPTED, Engine, Spec, Step
 from shoal.display import console
+from shoal.envs import given
 from shoal.experiment import Experiment, as_yaml, read, validate
 from shoal.run import Run
-from shoal.runs import checkpoint, directory, files, metrics, provenance
+from shoal.runs import checkpoint, directory, files, loggers, metrics, provenance
 from shoal.services.journal import Journal
 from shoal.services.replay import Replay
 from shoal.topology import replay_shape
@@ -37,10 +38,24 @@ ONE = 1.0  # seconds in which signals count as one: `timeout` sends one to the p
 
 
 def train(
-    config: str | Path | Mapping[str, Any] | Experiment, run_dir: str | Path | None = None, **overrides: Any
+    config: str | Path | Mapping[str, Any] | Experiment | None = None,
+    run_dir: str | Path | None = None,
+    *,
+    env: Any = None,
+    **overrides: Any,
 ) -> Run:
-    """Train as a YAML file says, with settings overridden by name; dotted names go in as `**{"algorithm.lr": 1e-3}`."""
-    tree = read(config.model_dump(mode="json") if isinstance(config, Experiment) else config, overrides)
+    """Train as a YAML file says, with settings overridden by name; dotted names go in as `**{"algorithm.lr": 1e-3}`.
+
+    `env` is the environment: a Gymnasium id, a class or function that makes one, or an environment.
+    """
+    if config is None and env is None and not overrides:
+        raise SettingsError('give a config, such as "ppo_cartpole", or an environment and an algorithm')
+    if env is not None:
+        overrides = {"environment": given.settings_of(env), **overrides}
+    content = config.model_dump(mode="json") if isinstance(config, Experiment) else config
+    tree = read({} if content is None else content, overrides)
+    if env is not None and given.is_local(tree["environment"]["id"]) and "engine" not in tree:
+        tree["engine"] = "inline"  # the only process that can make it is this one
     with prepared(tree) as (experiment, engine):
         folder = Path(run_dir) if run_dir else directory.fresh(experiment.environment.id, experiment.algorithm_name)
         directory.create(folder)
@@ -104,8 +119,10 @@ def prepared(tree: Mapping[str, Any]) -> Iterator[tuple[Experiment, Any]]:
         experiment = validate(tree)
         try:
             envs.check(experiment.environment)
+            given.check_engine(experiment.environment.id, experiment.engine)
         except Fatal as error:
             raise SettingsError(f"environment.id: {error}") from None
+        loggers.check(experiment.loggers or ())
         if experiment.replay:
             check_memory(experiment, experiment.replay)
         for name in ("device", "actor_device"):

@@ -208,7 +208,7 @@ MISTAKES = {
     ),
     "algorithm without a name": (["algorithm={name: null}"], rf"^algorithm: needs a name: {BOTH}, or your own"),
     "algorithm with a number for a name": (["algorithm.name=3"], rf"^algorithm: needs a name: {BOTH}, or your own"),
-    "algorithm that is only a word": (["algorithm=ppo"], rf"^algorithm: needs a name: {BOTH}, or your own"),
+    "algorithm that is only a wrong word": (["algorithm=pop"], r"^algorithm: unknown algorithm 'pop': .*'ppo'\?$"),
     "algorithm that is nothing": (["algorithm=null"], rf"^algorithm: needs a name: {BOTH}, or your own"),
     "algorithm at odds with itself": (
         ["algorithm.network.lstm=8", "algorithm.network.separate=true"],
@@ -286,6 +286,15 @@ def test_an_experiment_that_comes_with_shoal_is_found_by_name(monkeypatch, tmp_p
         load("impala_cartpol.yaml")
     with pytest.raises(SettingsError, match=r"cannot read .*: No such file or directory$"):
         load("nowhere/impala_cartpole")
+
+
+def test_a_word_may_stand_for_an_environment_or_an_algorithm(file):
+    short = load({"environment": "Catch", "algorithm": "ppo"})
+    assert short == load({"environment": {"id": "Catch"}, "algorithm": {"name": "ppo"}})
+    before = load(file, {"environment.arguments": {"height": 3}, "algorithm.gamma": 0.5})
+    changed = load(before.model_dump(mode="json"), {"environment": "Catch", "algorithm": "dqn"})
+    assert (changed.environment.id, changed.environment.arguments) == ("Catch", {})
+    assert (changed.algorithm_name, changed.algorithm.gamma) == ("dqn", 0.99)
 
 
 def test_configs_say_what_they_need():

@@ -20,20 +20,40 @@ from shoal.core.errors import SettingsError, ShoalError
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Distributed deep reinforcement learning: train policies, evaluate them, watch them play.",
 )
 
+
+def known_configs(begun: str) -> list[str]:
+    """Names of experiments that come with Shoal, for the shell to complete."""
+    from shoal import configs
+
+    return [name for name in configs.names() if name.startswith(begun)]
+
+
+def known_runs(begun: str) -> list[str]:
+    """Names of runs in runs/, for the shell to complete."""
+    from shoal.runs.directory import CONFIG, RUNS
+
+    return [
+        name for name in ("latest", *(path.parent.name for path in RUNS.glob(f"*/{CONFIG}"))) if name.startswith(begun)
+    ]
+
+
 Config = Annotated[
-    Path, typer.Argument(help="The experiment: a YAML file, or the name of one that comes with Shoal: impala_cartpole.")
+    Path,
+    typer.Argument(
+        help="The experiment: a YAML file, or the name of one that comes with Shoal: impala_cartpole.",
+        autocompletion=known_configs,
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="Settings to override, as dotted keys: algorithm.lr=1e-3 actors=4 engine=threads."),
 ]
 RUN = "A run: its folder, its name in runs/, or `latest`."
-RunName = Annotated[str, typer.Argument(help=RUN, metavar="RUN")]
+RunName = Annotated[str, typer.Argument(help=RUN, metavar="RUN", autocompletion=known_runs)]
 Checkpoint = Annotated[str, typer.Option(help="Which policy: `best`, `newest`, or a number of steps.")]
 Seed = Annotated[int, typer.Option(help="Seed of the episodes.", min=0)]
 
@@ -61,7 +81,9 @@ def train(
     from shoal.experiment import parse_overrides
     from shoal.training import train
 
-    conclude(train(config, run_dir, **parse_overrides(overrides or [])))
+    words, named = overrides or [], "=" not in str(config)  # else it is all overrides: environment=… algorithm=ppo
+    changes = parse_overrides(words if named else [str(config), *words])
+    conclude(train(config if named else None, run_dir, **changes))
 
 
 @app.command()
@@ -108,11 +130,12 @@ def evaluate(
             "metrics": dict(score.metrics),
             "cut": score.cut,
             "scores": score.scores,
-            "picture": str(score.picture),
+            "picture": score.picture and str(score.picture),
         }
         typer.echo(json.dumps({"checkpoint": score.checkpoint, **parts}, indent=2))
     else:
-        typer.echo(f"{score}\nhistogram: {score.picture}")
+        drawn = score.picture or "not drawn: pip install 'shoal[plots]'"
+        typer.echo(f"{score}\nhistogram: {drawn}")
 
 
 @app.command()
@@ -143,7 +166,7 @@ def play(
 
 @app.command()
 def plot(
-    runs: Annotated[list[str], typer.Argument(help=RUN, metavar="RUN...")],
+    runs: Annotated[list[str], typer.Argument(help=RUN, metavar="RUN...", autocompletion=known_runs)],
     out: Annotated[
         Path | None, typer.Option(help="The PNG to write; default: the run's plots/curve.png, or comparison.png.")
     ] = None,

@@ -1,4 +1,4 @@
-"""Progress of a run: a live panel on a terminal, else one line at a time."""
+"""Progress of a run: a live panel on a terminal, a bar in a notebook, else one line at a time."""
 
 from __future__ import annotations
 
@@ -53,11 +53,15 @@ class Lines:
 
 
 def display(interval: float) -> Display:
-    """A panel where there is a terminal, lines elsewhere."""
+    """A panel where there is a terminal, a bar in a notebook, lines elsewhere."""
     if sys.stderr.isatty():
         from shoal.display.panel import Panel
 
         return Panel()
+    from shoal.display import notebook
+
+    if notebook.inside():
+        return notebook.Bar()
     return Lines(interval)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -189,7 +190,14 @@ def _numbers(values: Sequence[Any]) -> Array:
     return np.where(np.isfinite(numbers), numbers, np.nan)
 
 
+def available() -> bool:
+    """Whether the package that draws is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 def _figure(title: str, height: float) -> Figure:
+    if not available():
+        raise ShoalError("a plot needs Matplotlib: pip install 'shoal[plots]'")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")

@@ -6,8 +6,9 @@ import difflib
 import importlib
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,10 +48,8 @@ def create(
 
     with explained(id):
         register(id)
-        if render:
-            environment = _create_drawn(id, arguments)
-        else:
-            environment = gymnasium.make(id, disable_env_checker=True, **arguments)
+        make = own(id) or partial(gymnasium.make, id, disable_env_checker=True)
+        environment = _create_drawn(id, make, arguments) if render else make(**arguments)
     for name, options in wrappers:
         environment = wrapper(name)(environment, **options)
     return environment if mask is None else _with_mask(environment, mask)
@@ -103,7 +102,22 @@ def check(id: str) -> None:
 
     with explained(id):
         register(id)
-        gymnasium.spec(id.rpartition(":")[2])
+        if own(id) is None:
+            gymnasium.spec(id.rpartition(":")[2])
+
+
+def own(id: str) -> Callable[..., Any] | None:
+    """The class or function that an id names by its path, or that this process was given; None: it is Gymnasium's."""
+    import gymnasium
+
+    from shoal.envs import given
+
+    if given.is_local(id):
+        return given.maker(id)
+    module, _, name = id.rpartition(":")
+    if not module or name in gymnasium.registry or not name.isidentifier():
+        return None
+    return find(id) if hasattr(importlib.import_module(module), name) else None
 
 
 def register(id: str) -> None:
@@ -135,16 +149,14 @@ def explained(id: str) -> Iterator[None]:
         raise Fatal(f"environment {id!r} could not be imported: {error}") from error
 
 
-def _create_drawn(id: str, arguments: Mapping[str, Any]) -> Any:
+def _create_drawn(id: str, make: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """Make an environment that draws pictures of itself."""
-    import gymnasium
-
     for variable, value in QUIET.items():
         os.environ.setdefault(variable, value)
     try:
         with warnings.catch_warnings():  # an error below says the same
             warnings.filterwarnings("ignore", message=".*initialised with render_mode")
-            environment = gymnasium.make(id, disable_env_checker=True, **{**arguments, "render_mode": "rgb_array"})
+            environment = make(**{**arguments, "render_mode": "rgb_array"})
     except TypeError as error:
         if "'render_mode'" in str(error):
             raise Fatal(f"{id} cannot be rendered: it takes no `render_mode`") from error

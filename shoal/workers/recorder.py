@@ -11,8 +11,10 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from shoal.core.means import Means
+from shoal.core.tree import flat
 from shoal.core.types import Work
 from shoal.display import console
+from shoal.runs import loggers
 from shoal.runs.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -50,7 +52,8 @@ class Recorder:
     def __init__(self, experiment: Experiment, run: Path, steps: int, report: Callable[[], Mapping[str, Any]]) -> None:
         """Open the files and the display."""
         self.experiment, self.report = experiment, report
-        self.metrics = Metrics(run, steps)
+        settings = dict(flat(experiment.model_dump(mode="json")))
+        self.metrics = Metrics(run, steps, loggers.start(experiment.loggers, run, settings, steps))
         self.display = console.display(experiment.log_every)
         self.title = f"{console.title(experiment)} · {run}"
         now = time.monotonic()
@@ -102,8 +105,9 @@ class Recorder:
             self.flushed_at, self.saved = now, news["checkpoint"]
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Leave the terminal as it was, and let the loggers end."""
         self.display.close()
+        self.metrics.close()
 
     def _rates(self, now: float, news: Mapping[str, Any]) -> dict[str, float]:
         """Steps and updates per second over the window."""

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from shoal.runs import metrics
+from shoal.runs.loggers import TensorBoard
 from shoal.runs.metrics import Metrics
+
+
+def with_events(run: Path, steps: int) -> Metrics:
+    """Metrics that go to TensorBoard too, without a thread between them."""
+    return Metrics(run, steps, [TensorBoard(run, {}, steps)])
 
 
 def row(steps: int, loss: float = 1.0) -> dict[str, Any]:
@@ -50,7 +56,7 @@ def events(run: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_rows_reach_the_disk_at_a_flush(tmp_path: Path) -> None:
-    writer = Metrics(tmp_path, 0)
+    writer = with_events(tmp_path, 0)
     writer.add(row(1))
     writer.add(score(1, 7.5))
     assert metrics.read(tmp_path) == []
@@ -68,13 +74,13 @@ def test_rows_reach_the_disk_at_a_flush(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_is_continuous(tmp_path: Path) -> None:
-    first = Metrics(tmp_path, 0)
+    first = with_events(tmp_path, 0)
     for steps in (10, 20, 30):
         first.add(row(steps))
     first.flush()
     with metrics.file_of(tmp_path).open("a") as file:
         file.write('{"kind": "train", "st')  # cut off by a crash
-    second = Metrics(tmp_path, 20)
+    second = with_events(tmp_path, 20)
     second.add(row(25, 2.0))
     second.add(row(35, 2.0))
     second.flush()
@@ -88,7 +94,7 @@ def test_a_resumed_run_is_continuous(tmp_path: Path) -> None:
 
 
 def test_a_learner_that_goes_back_is_continuous_too(tmp_path: Path) -> None:
-    writer = Metrics(tmp_path, 0)
+    writer = with_events(tmp_path, 0)
     writer.add(row(10))
     writer.flush()
     writer.add(row(20))
@@ -101,7 +107,7 @@ def test_a_learner_that_goes_back_is_continuous_too(tmp_path: Path) -> None:
 
 
 def test_what_a_full_disk_refuses_waits_and_comes_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = Metrics(tmp_path, 0)
+    writer = with_events(tmp_path, 0)
     writer.add(row(1))
     writer.flush()
     write = os.write
