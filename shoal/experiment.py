@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 
 import yaml
 from pydantic import (
@@ -21,9 +21,9 @@ from pydantic import (
     model_validator,
 )
 
-from shoal import configs
 from shoal.algorithms import ALGORITHMS
 from shoal.algorithms import find as find_algorithm
+from shoal.configs import read
 from shoal.core.algorithm import (
     Algorithm,
     HasActorPriorities,
@@ -45,7 +45,6 @@ from shoal.runs import directory
 
 SYNONYMS = {"gpu": "cuda"}  # what people write → what it is called here
 CLOSE = 0.75  # how near a name must be to be suggested where it does not stand
-SHORT = {"algorithm": "name", "environment": "id"}  # parts that one word may stand for, and what it is
 ENVS = 8  # environments per actor where nothing says how many are fast
 
 
@@ -60,6 +59,17 @@ class Evaluation(Settings):
     )
     target: float | None = Field(
         None, description="Mean evaluation return at which the run ends as solved; null: run all steps."
+    )
+
+
+class Stage(Settings):
+    """One stage of a curriculum."""
+
+    arguments: dict[str, Any] = Field(
+        default_factory=dict, description="Arguments of the environment in this stage, besides `environment.arguments`."
+    )
+    target: float | None = Field(
+        None, description="Mean evaluation return at which the next stage begins; null in the last stage only."
     )
 
 
@@ -141,6 +151,9 @@ class Experiment(Settings):
     algorithm: Annotated[Algorithm[Any], PlainValidator(as_algorithm)] = Field(
         description="The algorithm: `name` and its settings."
     )
+    curriculum: tuple[Stage, ...] = Field(
+        (), description="Stages whose arguments the environment takes one after another; empty: always the same."
+    )
     engine: str = Field(
         "processes", description="Where workers run: inline, threads, processes, ray, cluster, or your own."
     )
@@ -221,6 +234,7 @@ class Experiment(Settings):
             )
         if self.engine != "cluster" and self.nodes:
             raise ValueError(f"engine {self.engine} has no nodes: set engine to cluster, or leave out nodes")
+        self._fits_curriculum()
         if self.replay:
             self._fits_replay(self.replay)
         if self.shared and self.device == "cuda":
@@ -228,6 +242,14 @@ class Experiment(Settings):
         if self.envs != "auto" or self.lockstep:  # else a number is found for which this is true
             self._fits_batch()
         return self
+
+    def _fits_curriculum(self) -> None:
+        """Refuse stages that would never end, or end the last one."""
+        for number, stage in enumerate(self.curriculum, 1):
+            last = number == len(self.curriculum)
+            if (stage.target is None) != last:
+                problem = "the last stage has no target: evaluation.target ends a run" if last else "it needs a target"
+                raise ValueError(f"curriculum, stage {number} of {len(self.curriculum)}: {problem}")
 
     def _fits_batch(self) -> None:
         """Refuse numbers of environments from which no batch can be made."""
@@ -270,6 +292,13 @@ class Experiment(Settings):
             raise ValueError(
                 "algorithm.replay_ratio applies to topology gradient_workers only: a learner has a single store"
             )
+
+    def environment_in(self, stage: int = -1) -> Environment:
+        """The environment in a stage of the curriculum, by default the last."""
+        if not self.curriculum:
+            return self.environment
+        arguments = {**self.environment.arguments, **self.curriculum[stage].arguments}
+        return self.environment.model_copy(update={"arguments": arguments})
 
     @property
     def topology_name(self) -> str:
@@ -375,101 +404,6 @@ def validate(tree: Mapping[str, Any]) -> Experiment:
         raise SettingsError(explain(error, tree)) from None
 
 
-def read(config: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Read settings and apply overrides, without validating them."""
-    if isinstance(config, Mapping):
-        tree = dict(config)
-    else:
-        try:
-            tree = read_yaml(configs.located(config).read_text())
-        except OSError as error:
-            raise SettingsError(f"cannot read {config}: {error.strerror}{nearest_file(Path(config))}") from None
-        except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are not text, invalid dates
-            raise SettingsError(f"{config} is not YAML: {error}") from None
-        if not isinstance(tree, dict):
-            raise SettingsError(f"{config} must contain a mapping of settings, such as `steps: 100000`")
-    tree = {key: _whole(key, value) for key, value in tree.items()}
-    # The whole before its parts, so that the order of overrides does not matter.
-    for key, value in sorted(
-        (overrides or {}).items(), key=lambda pair: (pair[0].count("."), pair[0] != "algorithm.name")
-    ):
-        if key == "algorithm.name":
-            tree = merged(tree, ["algorithm"], {"name": value})  # drops the settings of another algorithm
-        elif key == "environment" and isinstance(value, str):
-            tree = {**tree, key: _whole(key, value)}  # arguments of another one would hardly fit
-        else:
-            tree = merged(tree, key.split("."), _whole(key, value))
-    return tree
-
-
-def _whole(key: str, value: Any) -> Any:
-    """A part of an experiment that may be written as one word: `algorithm: ppo` is `algorithm: {name: ppo}`."""
-    return {SHORT[key]: value} if key in SHORT and isinstance(value, str) else value
-
-
-NUMBER = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
-
-
-class Loader(yaml.SafeLoader):
-    """Safe YAML that reads 1e6 and 1e-3 as numbers, which YAML 1.1 takes for text, and refuses a key given twice."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """A mapping, of whose equal keys all but the last would be lost without a word."""
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"{key.value} is set twice", key.start_mark)
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-Loader.yaml_implicit_resolvers = {key: list(value) for key, value in yaml.SafeLoader.yaml_implicit_resolvers.items()}
-Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, [*"-+.0123456789"])
-Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("^[Nn]one$"), ["N", "n"])  # Python's word for it
-
-
-def read_yaml(text: str) -> Any:
-    """Read a YAML document."""
-    return yaml.load(text, Loader)
-
-
-def nearest_file(path: Path) -> str:
-    """A suggestion: the nearest file name in the same folder, or the name of an experiment that comes with Shoal."""
-    beside = [item.name for item in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
-    return nearest(path.name, beside) or (nearest(path.stem, configs.names()) if path.name == str(path) else "")
-
-
-def parse_overrides(words: list[str]) -> dict[str, Any]:
-    """Read `a.b=c` words; values are YAML."""
-    overrides = {}
-    for word in words:
-        key, equals, text = word.partition("=")
-        if not equals or not key:
-            raise SettingsError(f"{word!r} is not a setting: write key=value, such as algorithm.lr=1e-3")
-        try:
-            overrides[key] = read_yaml(text)
-        except (yaml.YAMLError, ValueError):
-            raise SettingsError(f"{key}: {text!r} is not a YAML value") from None
-    return overrides
-
-
-def merged(tree: Any, path: list[str], value: Any) -> Any:
-    """A copy of the tree with one value set; mappings are merged."""
-    if not path:
-        if (
-            isinstance(value, Mapping)
-            and isinstance(tree, Mapping)
-            and value.get("name", tree.get("name")) == tree.get("name", value.get("name"))
-        ):
-            for key, item in value.items():
-                tree = merged(tree, [key], item)
-            return tree
-        return value
-    below = tree if isinstance(tree, Mapping) else {}
-    return {**below, path[0]: merged(below.get(path[0]), path[1:], value)}
-
-
 def explain(error: ValidationError, tree: Any) -> str:
     """Say for each mistake where it is, what is allowed, and the nearest name."""
     lines = []
@@ -525,8 +459,10 @@ def _model_at(path: list[str], tree: Any) -> type[BaseModel] | None:
             except (KeyError, TypeError, ShoalError):  # which has a complaint of its own
                 return None
             continue
+        if part.isdigit():  # one of several
+            continue
         field = model.model_fields.get(part)
-        model = field and field.annotation
+        model = field and next(iter(get_args(field.annotation)), field.annotation)
         if not (isinstance(model, type) and issubclass(model, BaseModel)):
             return None
     return model  # type: ignore[no-any-return]

@@ -28,7 +28,7 @@ class Policy:
         self.experiment, self.path = experiment, path
         saved = checkpoint.read(path, ("weights",))  # not the replay, which may be large
         self.state = saved["state"]
-        envs = make(experiment.environment, 1, seed=0)
+        envs = make(experiment.environment_in(), 1, seed=0)
         try:
             self.spec, self._encode, self._decode, self._clipped = envs.spec, envs.encode, envs.decode, envs.clipped
         finally:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.algorithms import ALGORITHMS
+from shoal.configs import read
 from shoal.core.types import INTERRUPTED
 from shoal.display import console
-from shoal.experiment import Experiment, load_of, read
+from shoal.experiment import Experiment, load_of
 from shoal.runs import checkpoint, directory, files, metrics
 from shoal.runs.directory import locate
 
@@ -130,7 +131,7 @@ class Run:
         directory.check_links(self.directory)
         policy = self.policy(checkpoint)
         seed_everything(derive(seed, "evaluation"))
-        limit, environment = self.experiment.evaluation.max_steps, self.experiment.environment
+        limit, environment = self.experiment.evaluation.max_steps, self.experiment.environment_in()
         envs = make(environment, min(episodes, WIDEST), derive(seed, "worlds"), evaluation=True, limit=limit)
         ended: list[Episode] = []
         try:
@@ -208,7 +209,7 @@ class Run:
         from shoal.core.randomness import derive
         from shoal.envs import make
 
-        limit, environment = self.experiment.evaluation.max_steps, self.experiment.environment
+        limit, environment = self.experiment.evaluation.max_steps, self.experiment.environment_in()
         return make(environment, 1, derive(seed, "film"), evaluation=True, render=True, limit=limit)
 
     def plot(self, path: str | Path | None = None) -> Picture:

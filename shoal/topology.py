@@ -159,7 +159,13 @@ def start(
     from shoal.workers.evaluator import evaluate
 
     desk = Desk(
-        engine.serve("journal", Journal, experiment.evaluation.target, state.get("journal")),
+        engine.serve(
+            "journal",
+            Journal,
+            experiment.evaluation.target,
+            state.get("journal"),
+            [stage.target for stage in experiment.curriculum[:-1]],
+        ),
         engine.serve("parameters", Parameters, experiment.weights),
         engine.serve("checkpoints", Checkpoints, str(run.resolve()), experiment.checkpoints.keep),
     )

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from shoal import engines, envs, sizing, topology
+from shoal.configs import read
 from shoal.core import machine
 from shoal.core.errors import Fatal, SettingsError, ShoalError
 from shoal.core.settings import Replaying
@@ -23,7 +24,7 @@ from shoal.core.tree import map_tree, to_numpy, to_torch
 from shoal.core.types import INTERRUPTED, Engine, Spec, Step
 from shoal.display import console
 from shoal.envs import given
-from shoal.experiment import Experiment, as_yaml, read, validate
+from shoal.experiment import Experiment, as_yaml, validate
 from shoal.run import Run
 from shoal.runs import checkpoint, directory, files, loggers, metrics, provenance
 from shoal.services.journal import Journal
@@ -119,6 +120,7 @@ def prepared(tree: Mapping[str, Any]) -> Iterator[tuple[Experiment, Any]]:
         experiment = validate(tree)
         try:
             envs.check(experiment.environment)
+            check_stages(experiment)
             given.check_engine(experiment.environment.id, experiment.engine)
         except Fatal as error:
             raise SettingsError(f"environment.id: {error}") from None
@@ -133,6 +135,14 @@ def prepared(tree: Mapping[str, Any]) -> Iterator[tuple[Experiment, Any]]:
         if begun is not None:
             begun.close()
         raise
+
+
+def check_stages(experiment: Experiment) -> None:
+    """Refuse a curriculum in which one network does not fit all stages."""
+    specs = [envs.spec_of(experiment.environment_in(stage)) for stage in range(len(experiment.curriculum))]
+    for number, spec in enumerate(specs, 1):
+        if spec != specs[0]:
+            raise SettingsError(f"curriculum: stage {number} shows or takes {spec}, but stage 1 {specs[0]}")
 
 
 def carry_out(experiment: Experiment, begun: Any, folder: Path, state: Mapping[str, Any]) -> Run:

@@ -14,10 +14,11 @@ from shoal import configs
 from shoal.algorithms import ALGORITHMS
 from shoal.algorithms.impala import Impala
 from shoal.algorithms.ppo import Ppo
+from shoal.configs import parse_overrides
 from shoal.core.errors import SettingsError
 from shoal.core.settings import Schedule
 from shoal.engines import ENGINES
-from shoal.experiment import load, parse_overrides
+from shoal.experiment import load
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

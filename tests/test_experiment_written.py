@@ -189,7 +189,7 @@ def test_the_command_prints_the_schema(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("command", ["config", "train"])
-@pytest.mark.parametrize("word", ["stepps=1", "algorithm.gamma=2", "algorithm=ppo", "algorithm.name=ppoo", "steps"])
+@pytest.mark.parametrize("word", ["stepps=1", "algorithm.gamma=2", "algorithm=pop", "algorithm.name=ppoo", "steps"])
 def test_a_mistake_ends_the_command_with_its_message(monkeypatch, capsys, tmp_path, command, word):
     monkeypatch.chdir(tmp_path)
     code, out, err = shoal(monkeypatch, capsys, command, str(CONFIGS[0]), word)

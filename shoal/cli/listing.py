@@ -67,14 +67,13 @@ def environments(full: bool) -> list[str]:
 def experiments(full: bool) -> list[str]:
     """Every config that comes with Shoal, for `shoal train NAME`."""
     from shoal import configs
-    from shoal.experiment import read
 
     names = configs.names()
     if not full:
         return [f"{len(names)} to train by name, such as impala_cartpole", "(`shoal list configs` lists them all)"]
     lines = []
     for name in names:
-        tree, needed = read(name), configs.needs(name)
+        tree, needed = configs.read(name), configs.needs(name)
         about = f"{tree['algorithm']['name']} on {tree['environment']['id'].rpartition(':')[2]}"
         lines.append(f"{name:22} {about}{f' ({needed})' if needed else ''}")
     return lines

@@ -78,7 +78,7 @@ def train(
 
     The first Ctrl-C saves a checkpoint and stops the run, the second stops it at once; `shoal resume` continues it.
     """
-    from shoal.experiment import parse_overrides
+    from shoal.configs import parse_overrides
     from shoal.training import train
 
     words, named = overrides or [], "=" not in str(config)  # else it is all overrides: environment=… algorithm=ppo
@@ -89,7 +89,7 @@ def train(
 @app.command()
 def resume(run: RunName, overrides: Overrides = None) -> None:
     """Continue a run from its newest checkpoint."""
-    from shoal.experiment import parse_overrides
+    from shoal.configs import parse_overrides
     from shoal.training import resume
 
     conclude(resume(run, **parse_overrides(overrides or [])))
@@ -187,14 +187,14 @@ def config(
     schema: Annotated[bool, typer.Option("--schema", help="Print a JSON schema for editors instead.")] = False,
 ) -> None:
     """Print the full configuration of an experiment, each setting with its description."""
-    from shoal import experiment
+    from shoal import configs, experiment
 
     if schema:
         typer.echo(json.dumps(experiment.schema(), indent=2))
     elif file is None:
         raise SettingsError("give a YAML file, or --schema")
     else:
-        typer.echo(experiment.as_yaml(experiment.load(file, experiment.parse_overrides(overrides or []))), nl=False)
+        typer.echo(experiment.as_yaml(experiment.load(file, configs.parse_overrides(overrides or []))), nl=False)
 
 
 @app.command("list")

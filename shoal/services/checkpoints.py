@@ -16,7 +16,7 @@ from shoal.core.types import Array
 from shoal.runs import checkpoint
 
 UNFIT = ("weights", "optimizer", "target")  # where every number must be finite
-COUNTERS = ("steps", "updates", "version", "period")  # of a state
+COUNTERS = ("steps", "updates", "version", "period", "stage")  # of a state
 
 
 class Checkpoints:
@@ -39,15 +39,18 @@ class Checkpoints:
         return ""
 
     def save_best(self, content: Mapping[str, Any]) -> str:
-        """Write the policy as the best, if its `mean` is above that of the best before; return what went wrong."""
+        """Write the policy as the best, if its `mean` is above that of the best before; return what went wrong.
+
+        A score in a later stage of a curriculum is above every score before it.
+        """
         mean = _check(content).get("mean")
         if isinstance(mean, bool) or not isinstance(mean, int | float):
             raise Refused(f"a checkpoint with mean {mean!r:.60} is refused: the mean must be a number")
         try:
-            before = checkpoint.read_state(checkpoint.folder(self.run) / checkpoint.BEST)["mean"]
+            before = _rank(checkpoint.read_state(checkpoint.folder(self.run) / checkpoint.BEST))
         except (OSError, ValueError, KeyError):
             before = None
-        if before is not None and before >= mean:
+        if before is not None and before >= _rank(content["state"]):
             return ""
         if problems := unfit(content) or ("" if math.isfinite(mean) else "its score is not finite"):
             return f"checkpoint {checkpoint.BEST} was not saved: {problems}; the previous one is kept"
@@ -78,6 +81,10 @@ class Checkpoints:
         for path in every:
             if path not in kept:
                 checkpoint.remove(path)
+
+
+def _rank(state: Mapping[str, Any]) -> tuple[int, float]:
+    return state.get("stage", 0), state["mean"]
 
 
 def unfit(content: Mapping[str, Any]) -> str:

@@ -19,10 +19,15 @@ LONGEST = 20_000  # characters of one
 class Journal:
     """Counts, metrics, recent episodes, evaluations and faults."""
 
-    def __init__(self, target: float | None = None, state: Mapping[str, Any] | None = None) -> None:
-        """Stop the run when an evaluation reaches the target, if there is one; continue from a saved state."""
+    def __init__(
+        self, target: float | None = None, state: Mapping[str, Any] | None = None, stages: Sequence[float] = ()
+    ) -> None:
+        """Stop the run when an evaluation reaches the target, if there is one; continue from a saved state.
+
+        `stages` are the scores that end the stages of a curriculum, all but the last of which end.
+        """
         state = state or {}
-        self.target = target
+        self.target, self.stages = target, stages
         self.started: float = time.monotonic() - state.get("seconds", 0.0)
         self.first_update: float | None = state.get("first_update")  # seconds after the start
         self.counts = {"steps": 0, "updates": 0, "episodes": 0, "faults": 0, **state.get("counts", {})}
@@ -86,9 +91,17 @@ class Journal:
     def evaluated(self, result: Mapping[str, Any]) -> bool:
         """Note an evaluation: `steps` behind the weights, `mean`, `scores` and metrics; True: no more are wanted."""
         self.evaluations.append({**result, "seconds": self._seconds()})
-        if self.target is not None and result["mean"] >= self.target:
+        if self.target is not None and result["mean"] >= self.target and result.get("stage", 0) == len(self.stages):
             self.stop("target")
         return bool(self.stopped_by)
+
+    def stage(self) -> int:
+        """The stage of the curriculum, from the evaluations so far: so whoever goes back to earlier ones goes back."""
+        stage = 0
+        for result in self.evaluations:
+            if stage < len(self.stages) and result.get("stage") == stage and result["mean"] >= self.stages[stage]:
+                stage += 1
+        return stage
 
     def last_evaluated(self) -> int:
         """The steps behind the weights that were scored last."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shoal.services.parameters import Parameters
 
 
-@calls(store=("put", "admit"), parameters=("fetch", "status"), journal=("acted", "pulls"))
+@calls(store=("put", "admit"), parameters=("fetch", "status"), journal=("acted", "pulls", "stage"))
 def act(
     experiment: Experiment, index: int, period: int, store: Store, parameters: Parameters, journal: Journal
 ) -> Work:
@@ -32,12 +32,14 @@ def act(
     own = int(np.random.randint(2**31))
     policy: Follower | None = None
     while True:
-        envs = make(experiment.environment, experiment.env_count, seed=derive(own, period))
+        stage = journal.stage() if experiment.curriculum else 0
+        root = derive(own, "stage", stage) if stage else own
+        envs = make(experiment.environment_in(stage), experiment.env_count, seed=derive(root, period))
         try:
             policy = policy or Follower(experiment.algorithm, envs.spec, experiment.actor_device)
             if experiment.lockstep:  # a period depends on its number only, not on what came before
-                seed_everything(derive(own, period, "choices"))
-            yield from fill(experiment, index, envs, policy, store, parameters, journal)
+                seed_everything(derive(root, period, "choices"))
+            yield from fill(experiment, index, stage, envs, policy, store, parameters, journal)
         finally:
             envs.close()
         policy.follow(parameters)
@@ -47,13 +49,14 @@ def act(
 def fill(
     experiment: Experiment,
     index: int,
+    stage: int,
     envs: Envs,
     policy: Follower,
     store: Store,
     parameters: Parameters,
     journal: Journal,
 ) -> Work:
-    """Act until a new period begins."""
+    """Act until a new period or another stage of the curriculum begins."""
     puts = 0
     pulls = journal.pulls() if isinstance(experiment.algorithm, HasChoices) else ()
     rollout = Rollout(experiment, index, envs, policy.net, policy.device, pulls)
@@ -61,6 +64,8 @@ def fill(
         yield False
 
     def over() -> bool:
+        if experiment.curriculum and journal.stage() != stage:
+            return True
         if not experiment.lockstep:
             return False
         status = parameters.status()

@@ -32,7 +32,7 @@ PATIENCE = 200  # steps between questions whether the score is still wanted, and
 
 @calls(
     parameters=("status", "fetch"),
-    journal=("last_evaluated", "stopping", "acted", "evaluated", "report", "pulls"),
+    journal=("last_evaluated", "stopping", "acted", "evaluated", "report", "pulls", "stage"),
     checkpoints=("save_best",),
 )
 def evaluate(experiment: Experiment, parameters: Parameters, journal: Journal, checkpoints: Checkpoints) -> Work:
@@ -44,6 +44,7 @@ def evaluate(experiment: Experiment, parameters: Parameters, journal: Journal, c
     own = int(np.random.randint(2**31))
     due, final = journal.last_evaluated() + experiment.evaluation_interval, False
     envs: Envs | None = None
+    stage = 0
     policy: Follower | None = None
     complaint = Seldom()
     try:
@@ -54,8 +55,11 @@ def evaluate(experiment: Experiment, parameters: Parameters, journal: Journal, c
                 continue
             if status["final"] and journal.stopping():
                 return  # stopped on purpose: the last score stands
+            if experiment.curriculum and (now := journal.stage()) != stage:
+                close(envs)
+                stage, envs = now, None
             if envs is None:  # only now: at the start others need the cores
-                envs = open_envs(experiment, derive(own, status["steps"]) if experiment.lockstep else own)
+                envs = open_envs(experiment, stage, derive(own, status["steps"]) if experiment.lockstep else own)
             policy = policy or Follower(experiment.algorithm, envs.spec, experiment.actor_device)
             policy.follow(parameters)
             if experiment.lockstep:  # a score depends on the weights only, not on the scores before it
@@ -73,7 +77,7 @@ def evaluate(experiment: Experiment, parameters: Parameters, journal: Journal, c
                     journal.report(slow(experiment, taken, instant, len(ended)))
                 if not experiment.lockstep:
                     yield True
-            result = summarise(policy.steps, ended)
+            result = summarise(policy.steps, ended) | ({"stage": stage} if experiment.curriculum else {})
             journal.acted([], envs.faults())
             over = journal.evaluated(result)
             best = {"weights": to_numpy(policy.net.state_dict()), "state": {**result, "pulls": pulls}}
@@ -83,18 +87,23 @@ def evaluate(experiment: Experiment, parameters: Parameters, journal: Journal, c
                 return
             due, final = policy.steps + experiment.evaluation_interval, policy.final
             if experiment.lockstep:
-                envs.close()
+                close(envs)
                 envs = None
             yield True
     finally:
-        if envs is not None:
-            envs.close()
+        close(envs)
 
 
-def open_envs(experiment: Experiment, seed: int) -> Envs:
-    """Environments for evaluation, with seeds of their own."""
+def close(envs: Envs | None) -> None:
+    """Close environments, if there are any."""
+    if envs is not None:
+        envs.close()
+
+
+def open_envs(experiment: Experiment, stage: int, seed: int) -> Envs:
+    """Environments for evaluation in a stage of the curriculum, with seeds of their own."""
     size, limit = min(experiment.evaluation.episodes, WIDEST), experiment.evaluation.max_steps
-    return make(experiment.environment, size, seed=seed, evaluation=True, limit=limit)
+    return make(experiment.environment_in(stage), size, seed=seed, evaluation=True, limit=limit)
 
 
 def slow(experiment: Experiment, seconds: float, steps: int, ended: int) -> str:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @calls(
     parameters=("publish",),
-    journal=("acted", "learned", "state", "saved", "report"),
+    journal=("acted", "learned", "state", "saved", "report", "stage"),
     checkpoints=("save", "save_batch"),
     store=("put", "get", "update", "settle"),
     averager=("join", "merge"),
@@ -60,7 +60,9 @@ def gradient(
     chief: Chief | Delegate | None = None
     while model is None or not over(experiment, model):
         period = int(block["period"])
-        envs = make(experiment.environment, experiment.env_count, seed=derive(own, period))
+        stage = journal.stage() if experiment.curriculum else 0
+        root = derive(own, "stage", stage) if stage else own
+        envs = make(experiment.environment_in(stage), experiment.env_count, seed=derive(root, period))
         try:
             if model is None:
                 model = SharedModel(experiment.algorithm, envs.spec, block, index)
@@ -75,8 +77,8 @@ def gradient(
                 health = Health(checkpoints, chief.saver if isinstance(chief, Chief) else None)
                 yield True  # so that a resumed run, too, evaluates the weights it begins with
             if experiment.lockstep:  # a period depends on its number only, not on what came before
-                seed_everything(derive(own, period, "choices"))
-            yield from act_and_learn(experiment, model, envs, period, chief, journal, store, health)
+                seed_everything(derive(root, period, "choices"))
+            yield from act_and_learn(experiment, model, envs, (period, stage), chief, journal, store, health)
         finally:
             envs.close()
     if chief is not None:
@@ -92,16 +94,19 @@ def act_and_learn(
     experiment: Experiment,
     model: SharedModel,
     envs: Envs,
-    period: int,
+    begun: tuple[int, int],
     chief: Chief | Delegate | None,
     journal: Journal,
     store: Store | None,
     health: Health,
 ) -> Work:
-    """Act and learn until the run is over or a new period begins."""
+    """Act and learn until the run is over, or a period or stage of the curriculum other than those begun with is."""
     block, index = model.block, model.index
     rollout, means = Rollout(experiment, index, envs, model.own, CPU), Means()
+    period, stage = begun
     while not over(experiment, model) and block["period"] == period:
+        if experiment.curriculum and journal.stage() != stage:
+            return
         now, before = model.now(), rollout.steps
         algorithm = at(experiment.algorithm, now.steps + int(block["elsewhere"]), experiment.steps)
         model.follow()
