@@ -76,6 +76,7 @@ def resume(run: str | Path, **overrides: Any) -> Run:
 
 def resume_point(folder: Path, experiment: Experiment) -> dict[str, Any]:
     """The state of the checkpoint to resume from, empty where there is none; everything after it is dropped."""
+    checkpoint.tidy(folder)
     found = checkpoint.resumable(folder, experiment.lockstep)
     state = checkpoint.read_state(found) if found else {}
     if (steps := state.get("steps", 0)) >= experiment.steps:

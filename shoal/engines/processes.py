@@ -31,7 +31,7 @@ from shoal.engines.memory import Block, opened
 from shoal.engines.options import Options
 from shoal.engines.standin import Call
 from shoal.engines.supervisor import GRACE, HEAD, Launcher, Worker
-from shoal.transport.nursery import Nursery
+from shoal.transport.nursery import Nursery, leave_termination_to_the_head
 from shoal.transport.pipe import LARGE, MessageCache, Pipe
 
 CHILD = "shoal.engines.processes"  # whose `main` a worker's process runs
@@ -383,7 +383,7 @@ def main(descriptor: int) -> None:
     """Be the worker that the head describes."""
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    leave_termination_to_the_head()
     child = Child(Pipe(socket.socket(fileno=descriptor)))
     code = 0
     try:

@@ -10,6 +10,8 @@ import numpy as np
 from shoal.core.errors import ShoalError
 from shoal.core.types import Array
 
+CHUNK = 4096  # frames that are put back at a time
+
 
 class Full(Exception):
     """There is no room for another frame."""
@@ -73,19 +75,25 @@ class Frames:
         return self.pool.nbytes() if isinstance(self.pool, Compressed) else held * self.size
 
     def snapshot(self) -> dict[str, Array]:
-        """Everything, as arrays."""
-        used = np.flatnonzero(self.uses)
-        return {"used": used, "uses": self.uses[used], "frames": self.pool[used], "free": self.free[: self.left].copy()}
+        """The frames, without a copy: those in use stay as they are, others may change while this is written."""
+        if isinstance(self.pool, Compressed):
+            return {"room": np.array(self.capacity), **self.pool.packed()}
+        highest = int(np.flatnonzero(self.uses).max(initial=-1))
+        return {"room": np.array(self.capacity), "pool": self.pool[: highest + 1]}
 
-    def restore(self, saved: Mapping[str, Array]) -> None:
-        """Put back what `snapshot` returned."""
-        used = saved["used"]
+    def restore(self, saved: Mapping[str, Array], mentioned: Array) -> None:
+        """Put back what `snapshot` returned, as far as these places are mentioned."""
+        places, uses = np.unique(mentioned, return_counts=True)
         self.uses[:] = 0
-        self.uses[used], self.pool[used] = saved["uses"], saved["frames"]
-        self.left = len(saved["free"])
-        self.free[: self.left] = saved["free"]
-        self.hashes[used] = self._hash(saved["frames"])
-        self.known = dict(zip(self.hashes[used].tolist(), used.tolist(), strict=True))
+        self.uses[places] = uses
+        free = np.flatnonzero(self.uses == 0)[::-1]
+        self.left = len(free)
+        self.free[: self.left] = free
+        source = saved["pool"] if "pool" in saved else Compressed.unpacked(self.size, saved)
+        for chunk in np.split(places, range(CHUNK, len(places), CHUNK)):  # a copy of all might not fit into memory
+            frames = source[chunk]
+            self.pool[chunk], self.hashes[chunk] = frames, self._hash(frames)
+        self.known = dict(zip(self.hashes[places].tolist(), places.tolist(), strict=True))
 
     def _store(self, frames: Array, hashes: Array) -> Array:
         places = self.free[self.left - len(frames) : self.left][::-1].copy()
@@ -140,6 +148,20 @@ class Compressed:
         """Drop frames."""
         for place in places.tolist():
             del self.held[place]
+
+    def packed(self) -> dict[str, Array]:
+        """Everything as arrays: the places, and their frames as they are, one after the other, each up to its end."""
+        ends = np.cumsum([len(frame) for frame in self.held.values()], dtype=np.int64)
+        frames = np.frombuffer(b"".join(self.held.values()), np.uint8)
+        return {"used": np.array([*self.held], np.int64), "ends": ends, "packed": frames}
+
+    @classmethod
+    def unpacked(cls, size: int, saved: Mapping[str, Array]) -> Compressed:
+        """The pool that `packed` described."""
+        pool = cls(size)
+        parts = np.split(saved["packed"], saved["ends"][:-1])
+        pool.held = {place: part.tobytes() for place, part in zip(saved["used"].tolist(), parts, strict=True)}
+        return pool
 
     def nbytes(self) -> int:
         """Bytes held."""

@@ -135,41 +135,57 @@ class Replay:
         return plain + sum(frames.nbytes() for frames in self.frames.values())
 
     def settle(self) -> Mapping[str, Array]:
-        """Everything, for a checkpoint."""
+        """Everything, for a checkpoint, without a copy: items may still arrive while it is written, in this order.
+
+        `keys` are those of now, and `kept`, the last, those at the end: where they differ, an item was overwritten.
+        """
         if not self.memory:
             return {}
         used = slice(None) if self.inserted >= self.capacity else slice(self.inserted)
-        saved = {f"items|{name}": array[used] for name, array in self.memory.items()}
+        counts = np.array([self.inserted, self.filled, self.drawn, self.steps, self.next])
+        saved = {"keys": self.keys.copy(), "counts": counts, "highest": np.array(self.highest)}
+        saved |= {f"items|{name}": array[used] for name, array in self.memory.items()}
         for name, frames in self.frames.items():
             saved |= {f"{part}|{name}": array for part, array in frames.snapshot().items()}
             saved[f"shape|{name}"] = np.array(self.shapes[name])
-        counts = np.array([self.inserted, self.filled, self.drawn, self.steps, self.next])
-        priorities = self.sums.values.reshape(-1)[: self.capacity]
-        rest = {"keys": self.keys, "version": self.version, "arrived": self.arrived, "fresh": self.fresh}
-        rest["priorities"] = priorities
-        return {**saved, **rest, "counts": counts, "highest": np.array(self.highest)}
+        rest = {"version": self.version, "arrived": self.arrived, "fresh": self.fresh}
+        return {**saved, **rest, "priorities": self.sums.values.reshape(-1)[: self.capacity], "kept": self.keys}
 
     def restore(self, saved: Mapping[str, Array]) -> None:
-        """Put back what `settle` returned."""
+        """Put back what `settle` returned, except items that were overwritten meanwhile."""
         if not saved:
             return
         if (size := len(saved["keys"])) != self.capacity:
             raise Fatal(f"the saved replay has a capacity of {size} items; replay.capacity is {self.capacity}")
-        self.inserted, self.filled, self.drawn, self.steps, self.next = saved["counts"].tolist()
+        self.inserted, _, self.drawn, self.steps, self.next = saved["counts"].tolist()
         self.highest = float(saved["highest"])
-        self.keys[:], self.version[:], self.arrived[:] = saved["keys"], saved["version"], saved["arrived"]
-        self.fresh[:] = saved["fresh"]
-        self.sums.set(np.arange(self.capacity), saved["priorities"])
-        for key, array in saved.items():
-            kind, _, name = key.partition("|")
-            if kind == "items":
-                self.memory[name] = np.zeros((self.capacity, *array.shape[1:]), array.dtype)
-                self.memory[name][: len(array)] = array
-            elif kind == "shape":
-                self.shapes[name] = tuple(array.tolist())
-                parts = {part: saved[f"{part}|{name}"] for part in ("used", "uses", "frames", "free")}
-                self.frames[name] = self._pool(len(parts["used"]) + len(parts["free"]), parts["frames"].shape[1])
-                self.frames[name].restore(parts)
+        slots = self._intact(saved["keys"], saved["kept"])
+        self.filled = len(slots)
+        for mine, name in [
+            (self.keys, "keys"),
+            (self.version, "version"),
+            (self.arrived, "arrived"),
+            (self.fresh, "fresh"),
+        ]:
+            mine[slots] = saved[name][slots]
+        self.sums.set(slots, saved["priorities"][slots])
+        for name in [key.removeprefix("items|") for key in saved if key.startswith("items|")]:
+            array = saved[f"items|{name}"]
+            self.memory[name] = np.zeros((self.capacity, *array.shape[1:]), array.dtype)
+            self.memory[name][: len(array)] = array
+            parts = {key.removesuffix(f"|{name}"): value for key, value in saved.items() if key.endswith(f"|{name}")}
+            if "shape" in parts:
+                self.shapes[name] = tuple(parts["shape"].tolist())
+                size = int(np.prod(self.shapes[name])) // array.shape[-1]
+                self.frames[name] = self._pool(int(parts["room"]), size)
+                self.frames[name].restore(parts, array[slots])
+
+    def _intact(self, before: Array, after: Array) -> Array:
+        """Slots of the newest items, oldest first, as far as nothing overwrote them while they were saved."""
+        keys = np.arange(max(self.inserted - self.capacity, 0), self.inserted)
+        slots = keys % self.capacity
+        gone = np.flatnonzero((before[slots] != keys) | (after[slots] != keys))
+        return slots[gone.max(initial=-1) + 1 :]  # the oldest go first
 
     def _ahead(self) -> float:
         """Draws that the items so far allow, beyond those made; Acme's limiter, arXiv:2006.00979, section 2.5."""

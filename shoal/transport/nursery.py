@@ -89,10 +89,25 @@ def python(module: str, name: str, end: socket.socket, *words: str) -> subproces
     return process
 
 
+def leave_termination_to_the_head() -> None:
+    """Survive SIGTERM, which Slurm and systemd send to all processes of a run: the head ends them in order.
+
+    What this process forks or runs still ends by it.
+    """
+    own = os.getpid()
+
+    def handle(number: int, frame: object) -> None:
+        if os.getpid() != own:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    signal.signal(signal.SIGTERM, handle)
+
+
 def main(descriptor: int, *modules: str) -> None:
     """Load the modules, then start workers until the head ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started the head may have changed them
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    leave_termination_to_the_head()
     for module in modules:
         with suppress(ImportError):  # whoever needs it will report it
             importlib.import_module(module)

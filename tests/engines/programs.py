@@ -219,9 +219,13 @@ def stuck_in(shelf: Any, what: str) -> Work:
 
 
 def tell_signals(shelf: Any) -> Work:
-    """Say what this process does with signals."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        shelf.put(number.name, int(signal.getsignal(number)))  # type: ignore[arg-type]
+    """Say what this process, and one that it forks, does with signals."""
+    shelf.put("SIGINT", int(signal.getsignal(signal.SIGINT)))  # type: ignore[arg-type]
+    signal.raise_signal(signal.SIGTERM)
+    if not (forked := os.fork()):
+        signal.raise_signal(signal.SIGTERM)
+        os._exit(0)
+    shelf.put("SIGTERM of what it forked", os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]))
     yield True
 
 

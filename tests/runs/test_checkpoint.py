@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from shoal.core.errors import SettingsError, ShoalError
 from shoal.runs import checkpoint
@@ -130,6 +131,40 @@ def test_trouble_with_the_disk_leaves_the_one_before(
     assert names(tmp_path) == ["step_1"]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_1"]
     assert checkpoints.save(content(3)) == ""
+
+
+def test_a_saved_replay_is_read_where_it_is(tmp_path: Path) -> None:
+    arrays = {
+        "keys": np.arange(5),
+        "flags": np.array([True, False, True]),  # so that what follows is not aligned
+        "numbers": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "one": np.array(2.5),
+        "none": np.zeros((0, 3), np.uint8),
+    }
+    checkpoints = Checkpoints(str(tmp_path), 3)
+    assert checkpoints.save({**content(1), "store": arrays}) == ""
+    found = checkpoint.read(tmp_path / "checkpoints" / "step_1")["store"]
+    assert [*found] == [*arrays]  # in order: a replay's last array says what the others are worth
+    assert not found["keys"].flags.owndata
+    for name, array in arrays.items():
+        assert found[name].dtype == array.dtype
+        assert np.array_equal(found[name], array)
+    assert {*safetensors.numpy.load_file(tmp_path / "checkpoints" / "step_1" / "store.safetensors")} == {*arrays}
+    checkpoints.save({**content(2), "store": arrays})
+    file = tmp_path / "checkpoints" / "step_2" / "store.safetensors"
+    file.write_bytes(file.read_bytes()[:-3])
+    assert checkpoints.load(exact=False)["state"]["steps"] == 1  # type: ignore[index]
+
+
+def test_what_a_kill_left_is_removed_or_put_back(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(str(tmp_path), 3)
+    for steps in (1, 2, 3):
+        checkpoints.save(content(steps))
+    place = checkpoint.folder(tmp_path)
+    (place / "step_1").rename(place / ".draft-step_4")  # killed while it wrote
+    (place / "step_2").rename(place / ".old-step_2")  # killed between two moves
+    checkpoint.tidy(tmp_path)
+    assert sorted(path.name for path in place.iterdir()) == ["step_2", "step_3"]
 
 
 def test_rewinding_removes_what_came_after(tmp_path: Path) -> None:

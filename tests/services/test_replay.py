@@ -343,6 +343,36 @@ def test_a_restored_replay_goes_on_with_the_same_bits(count: int, kind: str) -> 
     assert one.status() == other.status()
 
 
+@pytest.mark.parametrize("kind", ["numbers", "frames", "compressed"])
+def test_items_that_arrive_while_a_replay_is_written_spoil_nothing(kind: str) -> None:
+    """Actors go on while a large replay is written: what they overwrite is missing, and all the rest is right."""
+    chosen, stream = Replaying(capacity=16, minimum=1, alpha=0, compress=kind == "compressed"), stacks(33)
+
+    def put(store: Replay, names: range) -> None:
+        for name in names:
+            seen = {} if kind == "numbers" else {"observation": stream[:, name : name + 1]}
+            store.put({**items([name]), **seen})
+
+    for moment in range(20):  # of the first new item, in arrays that were written before
+        store, copy = (Replay(chosen, 4, stack=4) for _ in range(2))
+        put(store, range(25))
+        written = {}
+        for number, (name, array) in enumerate(store.settle().items()):
+            if number >= moment:
+                put(store, range(25 + number - moment, 26 + number - moment) if number < moment + 3 else range(0))
+            written[name] = array.copy()
+        copy.restore(written)
+        assert copy.filled == min(13 + max(moment + 3 - len(written), 0), 16), moment
+        put(copy, range(25, 33))  # which needs frames and places for them
+        batch = copy.get(200)
+        assert batch is not None
+        assert {*batch["key"].tolist()} == {*range(33 - copy.filled, 33)}
+        assert np.array_equal(batch["action"][0], batch["key"])
+        assert np.array_equal(batch["reward"][0], batch["key"])
+        if kind != "numbers":
+            assert np.array_equal(batch["observation"], stream[:, batch["key"]])
+
+
 def test_an_empty_one_has_nothing_to_keep_and_another_size_is_refused() -> None:
     store = replay()
     assert store.settle() == {}
