@@ -21,6 +21,7 @@ import pytest
 import yaml
 
 from shoal import experiment
+from shoal.configs import parse_overrides
 from shoal.runs import checkpoint
 from tests.pace import seconds
 from tests.test_docs import SHOAL, parse
@@ -103,13 +104,13 @@ def test_settings_in_recipes_exist_and_make_sense() -> None:
     assert len(found) == 3
     for where, (config, run, *settings) in found:
         assert run.startswith("/runs/"), where
-        chosen = experiment.load(config, experiment.parse_overrides(settings))
+        chosen = experiment.load(config, parse_overrides(settings))
         assert chosen.engine in ("cluster", "ray"), where
     array = re.search(r"^settings=\((.*) \"\$@\"\)$", BATCH.read_text(), re.MULTILINE)
     assert array
     words = [word.partition("=") for word in shlex.split(array[1])]
     values = {name: value.replace("${address##*:}", "7700").replace("$here", "2") for name, _, value in words}
-    chosen = experiment.load("impala_pong", experiment.parse_overrides([f"{a}={b}" for a, b in values.items()]))
+    chosen = experiment.load("impala_pong", parse_overrides([f"{a}={b}" for a, b in values.items()]))
     assert (chosen.engine, chosen.network.here, chosen.network.listen) == ("cluster", 2, "0.0.0.0:7700")
 
 
