@@ -38,15 +38,12 @@ def documents(path: Path) -> list[dict[str, Any]]:
     return [*yaml.safe_load_all(path.read_text())]
 
 
-def containers(tree: Any) -> Iterator[Mapping[str, Any]]:
-    """Every container of a manifest, wherever its pod is described."""
+def listed(tree: Any, key: str) -> Iterator[Mapping[str, Any]]:
+    """Every container or volume of a manifest, wherever its pod is described."""
     if isinstance(tree, Mapping):
-        yield from tree.get("containers", [])
-        for value in tree.values():
-            yield from containers(value)
-    elif isinstance(tree, list):
-        for value in tree:
-            yield from containers(value)
+        yield from tree.get(key, [])
+    for value in tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list) else []:
+        yield from listed(value, key)
 
 
 def heads() -> Iterator[tuple[str, list[str]]]:
@@ -54,7 +51,7 @@ def heads() -> Iterator[tuple[str, list[str]]]:
     compose = documents(DEPLOY / "containers" / "compose.yaml")[0]["services"]
     assert compose["head"]["entrypoint"] == ["shoal-head"]
     yield "compose.yaml", compose["head"]["command"]
-    for container in containers(documents(CLUSTER)):
+    for container in listed(documents(CLUSTER), "containers"):
         if container.get("command") == ["shoal-head"]:
             yield "cluster.yaml", container["args"]
     words = shlex.split(documents(RAY)[0]["spec"]["entrypoint"])
@@ -69,7 +66,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
     for line in compose["trust"]["command"][0].splitlines():
         if line.startswith("shoal "):
             yield "compose.yaml", shlex.split(line)[1:]
-    for container in containers(documents(CLUSTER)):
+    for container in listed(documents(CLUSTER), "containers"):
         if "command" not in container:
             yield "cluster.yaml", container["args"]
     for script in SCRIPTS:
@@ -186,7 +183,7 @@ def test_secrets_hold_what_head_and_nodes_need(shoal: Path, tmp_path: Path) -> N
     environment = {**os.environ, "SHOAL": str(shoal), "TMPDIR": str(tmp_path)}
     done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
     parts = {secret["metadata"]["name"]: secret["data"] for secret in yaml.safe_load_all(done.stdout)}
-    mounted = [volume["secret"]["secretName"] for volume in volumes(documents(CLUSTER)) if "secret" in volume]
+    mounted = [volume["secret"]["secretName"] for volume in listed(documents(CLUSTER), "volumes") if "secret" in volume]
     assert sorted(parts) == sorted(mounted)
     for name, data in parts.items():
         assert {*data} == {"ca.pem", "node.key", "node.pem", "token"}  # and no ca.key
@@ -196,17 +193,6 @@ def test_secrets_hold_what_head_and_nodes_need(shoal: Path, tmp_path: Path) -> N
         Terms("here", str(tmp_path / name)).check("0.0.0.0:7700")
     assert parts["shoal-trust-head"]["token"] == parts["shoal-trust-nodes"]["token"]
     assert not [*tmp_path.glob("tmp.*")]
-
-
-def volumes(tree: Any) -> Iterator[Mapping[str, Any]]:
-    """Every volume of a manifest."""
-    if isinstance(tree, Mapping):
-        yield from tree.get("volumes", [])
-        for value in tree.values():
-            yield from volumes(value)
-    elif isinstance(tree, list):
-        for value in tree:
-            yield from volumes(value)
 
 
 SRUN = """#!{python}
