@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -57,7 +58,9 @@ class Export:
         """What it takes and gives, and how exact it is."""
         told = [f"exported: {self.path} ({self.signature['algorithm']} for {self.signature['environment']})"]
         for side in ("inputs", "outputs"):
-            each = (f"{one['name']} {one['dtype']} [{', '.join(map(str, one['shape']))}]" for one in self.signature[side])
+            each = (
+                f"{one['name']} {one['dtype']} [{', '.join(map(str, one['shape']))}]" for one in self.signature[side]
+            )
             told.append(f"{side}: {'; '.join(each)}")
         choices = f", {self.differing} other choices" if self.differing else ""
         told.append(f"checked on {SIZE * STEPS} random observations: largest difference {self.difference:.1e}{choices}")
@@ -76,14 +79,14 @@ class Decision(nn.Module):
         self.rewards = [float(policy.clipped(np.array([end]))[0]) for end in (-np.inf, np.inf)]
         self.start = starts(policy)
         number, flag = ArraySpec((), "float32"), ArraySpec((), "bool")
-        shown = {"observation": policy.spec.observation, "reward": number, "discount": number, "first": flag}
-        self.tree: dict[str, Any] = {**shown, "state": {}}
-        self.tree["state"] = self._carried()
-        self.inputs: dict[str, ArraySpec] = dict(flat(self.tree))
+        # A step and a carry, as trees of specs.
+        self.shown = {"observation": policy.spec.observation, "reward": number, "discount": number, "first": flag}
+        self.carried = self._carried()
+        self.inputs: dict[str, ArraySpec] = {**dict(flat(self.shown)), **dict(flat(self.carried, "state"))}
         self.outputs: list[str] = []  # none: all
 
-    def _carried(self) -> Any:
-        """What is carried from step to step, as specs, with the types that `act` gives it."""
+    def _carried(self) -> dict[str, Any]:
+        """What is carried from step to step, with the types that `act` gives it."""
         before = self.algorithm.begin(self.net, 2)
         parts = dict(flat(before, "state"))
         odd = [name for name, part in parts.items() if not isinstance(part, Tensor) or part.shape[:1] != (2,)]
@@ -94,22 +97,23 @@ class Decision(nn.Module):
             )
         if begun := [name for name, part in parts.items() if part.any()]:
             raise ShoalError(f"{self.name} cannot be exported: {', '.join(begun)} does not begin with zeros")
-        step, _ = self.step(zeros(dict(flat(self.tree)), 2))
         with torch.no_grad():
-            after = self.algorithm.act(self.net, step, before, None).carry
+            after = self.algorithm.act(self.net, self.step({}, 2), before, None).carry
         if {*dict(flat(after, "state"))} != {*parts}:
             raise ShoalError(f"{self.name} cannot be exported: it begins with {[*parts]}, but then carries {[*after]}")
-        return map_tree(spec_of, after)
+        specs: dict[str, Any] = map_tree(spec_of, after)
+        return specs
 
-    def step(self, inputs: Mapping[str, Tensor]) -> tuple[Step, Any]:
-        """The step and the carry that inputs describe; what is missing is zero."""
-        tree = taken(self.tree, inputs, next(iter(inputs.values())).shape[0])
-        carry = tree.pop("state")
-        return Step(**{**tree, "reward": tree["reward"].clamp(*self.rewards)}), carry
+    def step(self, inputs: Mapping[str, Tensor], size: int) -> Step:
+        """The step that inputs describe, with rewards clipped as in training."""
+        parts = taken(self.shown, inputs, size)
+        return Step(**{**parts, "reward": parts["reward"].clamp(*self.rewards)})
 
     def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Choose."""
-        choice, values = chosen(self.algorithm, self.net, *self.step(inputs))
+        """Choose; inputs that are missing are zeros."""
+        size = next(iter(inputs.values())).shape[0]
+        carry = taken(self.carried, inputs, size, "state")
+        choice, values = chosen(self.algorithm, self.net, self.step(inputs, size), carry)
         action = choice.action + torch.tensor(self.start) if any(self.start) else choice.action
         outputs = {"action": action, **values, **dict(flat(choice.carry, "next_state"))}
         return {name: outputs[name] for name in self.outputs or outputs}
@@ -172,7 +176,9 @@ def trace(decision: Decision) -> ExportedProgram:
             return torch.export.export(decision, (inputs,), dynamic_shapes=({name: {0: batch} for name in inputs},))
     except Exception as error:  # torch raises errors of all kinds
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ShoalError(f"{decision.name} cannot be exported, since torch cannot trace its choice: {reason}") from error
+        raise ShoalError(
+            f"{decision.name} cannot be exported, since torch cannot trace its choice: {reason}"
+        ) from error
 
 
 def prepare(decision: Decision) -> ExportedProgram:
@@ -275,11 +281,8 @@ def write(policy: Policy, form: str, path: str | Path) -> Export:
 
 def require() -> None:
     """Refuse to begin without the packages that ONNX needs."""
-    try:
-        for package in PACKAGES:
-            import_module(package)
-    except ImportError as error:
-        raise ShoalError(f"ONNX needs packages ({error.name} is missing): pip install 'shoal[onnx]'") from None
+    if missing := [package for package in PACKAGES if find_spec(package) is None]:
+        raise ShoalError(f"ONNX needs {', '.join(missing)}: pip install 'shoal[onnx]'")
 
 
 def describe(policy: Policy, decision: Decision, form: str) -> dict[str, Any]:
@@ -321,16 +324,17 @@ def save_torch(program: ExportedProgram, path: Path, signature: Mapping[str, Any
 def run_torch(path: Path) -> Callable[[Arrays], Arrays]:
     """What a file for torch does, as a function."""
     module = torch.export.load(path).module()
-    return lambda inputs: to_numpy(module(to_torch(inputs)))  # type: ignore[no-any-return]
+    return lambda inputs: to_numpy(module(to_torch(inputs)))
 
 
 def save_onnx(program: ExportedProgram, path: Path, signature: Mapping[str, Any]) -> None:
     """Write what ONNX Runtime reads."""
-    names = {f"{side}_names": [one["name"] for one in signature[f"{side}s"]] for side in ("input", "output")}
-    made = torch.onnx.export(program, dynamo=True, verbose=False, **names)
-    assert made is not None  # it is None where a path is given
-    for array in made.model.graph.inputs:
-        made.rename_axes({str(array.shape[0]): "batch"})
+    inputs, outputs = ([one["name"] for one in signature[side]] for side in ("inputs", "outputs"))
+    made = torch.onnx.export(program, dynamo=True, verbose=False, input_names=inputs, output_names=outputs)
+    assert made is not None  # which it is where a path is given
+    shape = made.model.graph.inputs[0].shape
+    assert shape is not None  # every input's is known
+    made.rename_axes({str(shape[0]): "batch"})
     made.model.metadata_props["shoal"] = json.dumps(signature)
     made.save(path, external_data=False)
 
@@ -343,28 +347,25 @@ def run_onnx(path: Path) -> Callable[[Arrays], Arrays]:
 
 
 def compare(policy: Policy, decision: Decision, run: Callable[[Arrays], Arrays]) -> tuple[float, int]:
-    """Let the policy and an exported file see the same: the largest difference of numbers, and how many choices differ."""
+    """Show the policy and an exported file the same: the largest difference, and how many choices are others."""
     net, device, algorithm = policy.follower.net, policy.follower.device, decision.algorithm
     generator = np.random.default_rng(0)
     choices = np.array(policy.spec.action.choices) > 0
     carry = algorithm.begin(net, SIZE)
     difference, differing = 0.0, 0
     for _ in range(STEPS):
-        shown = {name: drawn(name, one, generator) for name, one in flat({**decision.tree, "state": {}})}
-        seen = to_torch({**shown, "reward": policy.clipped(shown["reward"])}, device)
-        tree = taken({**decision.tree, "state": {}}, seen, SIZE)
-        tree.pop("state")
-        states = {name: part.cpu().numpy() for name, part in flat(carry, "state")}
+        arrays = {name: drawn(name, one, generator) for name, one in flat(decision.shown)}
+        seen = to_torch({**arrays, "reward": policy.clipped(arrays["reward"])}, device)
+        arrays |= {name: part.cpu().numpy() for name, part in flat(carry, "state")}
+        found = run({name: arrays[name].astype(one.dtype) for name, one in decision.inputs.items()})
         with torch.inference_mode():
-            choice, values = chosen(algorithm, net, Step(**tree), carry)
+            choice, values = chosen(algorithm, net, Step(**taken(decision.shown, seen, SIZE)), carry)
         carry = choice.carry
         wanted = to_numpy({**values, **dict(flat(carry, "next_state"))})
-        inputs = {name: {**shown, **states}[name].astype(one.dtype) for name, one in decision.inputs.items()}
-        found = run(inputs)
-        taken_ = np.stack([numbers(action) for action in policy.decode(choice.action.cpu().numpy())])
-        wrong = found.pop("action").reshape(taken_.shape) - taken_
-        differing += int((wrong[:, choices] != 0).any(1).sum())
-        apart = [np.abs(wrong[:, ~choices])]
+        action = np.stack([numbers(one) for one in policy.decode(choice.action.cpu().numpy())])  # [B, K]
+        wrong = np.abs(found.pop("action").reshape(action.shape) - action)
+        differing += int(wrong[:, choices].any(1).sum())
+        apart = [wrong[:, ~choices] / np.maximum(np.abs(action[:, ~choices]), 1)]
         apart += [np.abs(part - wanted[name]) / np.maximum(np.abs(wanted[name]), 1) for name, part in found.items()]
         difference = float(np.max([difference, *(part.max() for part in apart if part.size)]))  # NaN if any is
     return difference, differing

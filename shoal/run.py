@@ -207,7 +207,7 @@ class Run:
         return writer.written
 
     def export(self, form: str, checkpoint: str | int = "best", out: str | Path | None = None) -> Export:
-        """Write the policy of a checkpoint as a file that runs without Shoal, `onnx` or `torch`, and check that file."""
+        """Write the policy of a checkpoint as a file that runs without Shoal, `onnx` or `torch`, and check it."""
         from shoal.export import SUFFIXES
 
         directory.check_links(self.directory)
