@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
+from pydantic import BaseModel
 from torch import Tensor, nn
 
 from shoal.core.algorithm import Algorithm, HasValues
 from shoal.core.errors import SettingsError, ShoalError, nearest
-from shoal.core.settings import Settings
 from shoal.core.tree import flat, map_tree, to_numpy, to_torch
 from shoal.core.types import MASK, Act, ActionSpec, Array, ArraySpec, Step
 from shoal.runs import files
@@ -56,11 +56,10 @@ class Export:
 
     def __str__(self) -> str:
         """What it takes and gives, and how exact it is."""
-        told = [f"exported: {self.path} ({self.signature['algorithm']} for {self.signature['environment']})"]
+        made = self.signature
+        told = [f"exported: {self.path} ({made['algorithm']} for {made['environment']}, {made['steps']:,} steps)"]
         for side in ("inputs", "outputs"):
-            each = (
-                f"{one['name']} {one['dtype']} [{', '.join(map(str, one['shape']))}]" for one in self.signature[side]
-            )
+            each = (f"{one['name']} {one['dtype']} [{', '.join(map(str, one['shape']))}]" for one in made[side])
             told.append(f"{side}: {'; '.join(each)}")
         choices = f", {self.differing} other choices" if self.differing else ""
         told.append(f"checked on {SIZE * STEPS} random observations: largest difference {self.difference:.1e}{choices}")
@@ -121,7 +120,7 @@ class Decision(nn.Module):
 
 def greedy(algorithm: Algorithm[Any]) -> Algorithm[Any]:
     """The same algorithm, whose evaluations always take the best action."""
-    assert isinstance(algorithm, Settings)  # every experiment's is
+    assert isinstance(algorithm, BaseModel)  # every experiment's is
     return algorithm.model_copy(update={name: GREEDY[name] for name in GREEDY if name in type(algorithm).model_fields})
 
 

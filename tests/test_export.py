@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import shoal
 from shoal import export
+from shoal.cli.main import app
 from shoal.core.errors import SettingsError, ShoalError
-from shoal.core.tree import to_numpy
-from shoal.core.types import ActionSpec, Array
+from shoal.core.tree import to_numpy, to_torch
+from shoal.core.types import Array
 from shoal.policy import Policy
 from shoal.runs import checkpoint
 from shoal.workers.follower import Follower
-from tests.conftest import SHOAL
-from tests.pace import long, seconds
+from tests.pace import seconds
 
 WITHOUT = "the packages of ONNX are not installed: pip install 'shoal[onnx]'"
 EPISODES, LENGTH = 20, 50  # environments that are played side by side, and steps of each
@@ -79,7 +82,7 @@ assert not [name for name in sys.modules if name.startswith("shoal.")]
 
 def make(name: str, folder: Path) -> Path:
     """A run whose only checkpoint has random weights, and a normaliser that has seen something."""
-    environment, algorithm = CASES[name]
+    environment, algorithm = {**CASES, **MIXED, "ngu": ({"id": "Catch"}, {"name": "ngu", **SEQUENCES})}[name]
     experiment = shoal.configure({"environment": environment, "algorithm": algorithm, "engine": "inline"})
     folder.mkdir()
     (folder / "config.yaml").write_text(shoal.experiment.as_yaml(experiment))
@@ -121,32 +124,21 @@ def played(policy: Policy, shown: dict[str, Array]) -> Array:
     return np.stack(columns, 1)
 
 
-def run_without_shoal(names: list[str], forms: list[str], folder: Path) -> dict[tuple[str, str], tuple[Policy, Any]]:
+def run_without_shoal(files: dict[Any, tuple[Policy, Path]], folder: Path) -> dict[Any, tuple[Policy, Any]]:
     """The policies, and what another program got from their files."""
-    files = {}
-    for name in names:
-        policy = shoal.load(make(name, folder / name))
-        for form in forms:
-            path = policy.export(form, folder / f"{name}{export.SUFFIXES[form]}").path
-            np.savez(f"{path}.npz", **draw(policy))  # type: ignore[arg-type]
-            files[name, form] = policy, path
+    for policy, path in files.values():
+        np.savez(f"{path}.npz", **draw(policy))  # type: ignore[arg-type]
     words = [sys.executable, "-c", PROGRAM, *(str(path) for _, path in files.values())]
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=seconds(100), check=False)
     assert done.returncode == 0, done.stderr
     return {key: (policy, dict(np.load(f"{path}.out.npz"))) for key, (policy, path) in files.items()}
 
 
-def greedy(policy: Policy) -> Policy:
-    """The same policy, which draws nothing at random."""
+def check(policy: Policy, outputs: dict[str, Array]) -> None:
+    """Every one of 1,000 actions is the policy's, which draws nothing at random."""
     algorithm = export.greedy(policy.experiment.algorithm)
     policy.experiment = policy.experiment.model_copy(update={"algorithm": algorithm})
-    return policy
-
-
-def check(policy: Policy, outputs: dict[str, Array]) -> None:
-    """Every action is the policy's."""
-    shown = draw(policy)
-    wanted = played(greedy(policy), shown)
+    wanted = played(policy, draw(policy))
     assert outputs["action"].shape == wanted.shape
     assert len(np.unique(wanted)) > 1
     if policy.spec.action.discrete:
@@ -155,28 +147,167 @@ def check(policy: Policy, outputs: dict[str, Array]) -> None:
         np.testing.assert_allclose(outputs["action"], wanted, atol=1e-5)
 
 
-SHORT = ["pixels", "memory", "control"]
+def skipped_without(*values: Any) -> Any:
+    """Parameters of a test that needs the packages of ONNX."""
+    missing = [package for package in export.PACKAGES if find_spec(package) is None]
+    return pytest.param(*values, marks=pytest.mark.skipif(bool(missing), reason=WITHOUT))
+
+
+SHORT = [("pixels", "torch"), ("control", "torch"), skipped_without("memory", "onnx")]
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Files for torch and for ONNX Runtime, and what a program without Shoal got from them."""
-    forms = ["torch", "onnx"] if installed() else ["torch"]
-    return run_without_shoal(SHORT, forms, tmp_path_factory.mktemp("files"))
+def commands(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, tuple[Path, str]]:
+    """Runs that the command exported, and what it said."""
+    folder, done = tmp_path_factory.mktemp("runs"), {}
+    runs = {name: make(name, folder / name) for name in ("memory", "control", "pixels")}
+    for name, form in (one.values if hasattr(one, "values") else one for one in SHORT):
+        if form == "torch" or all(map(find_spec, export.PACKAGES)):
+            said = CliRunner().invoke(app, ["export", str(runs[name]), f"--{form}"])
+            assert said.exit_code == 0, said.output
+            done[name, form] = runs[name], said.output
+    return done
 
 
-def installed() -> bool:
-    """Whether ONNX can be written and run."""
-    try:
-        export.require()
-    except ShoalError:
-        return False
-    return True
+@pytest.fixture(scope="module")
+def outcomes(commands: dict[Any, tuple[Path, str]], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What a program without Shoal got from the exported files."""
+    files = {
+        (name, form): (shoal.load(run), run / "exports" / f"best{export.SUFFIXES[form]}")
+        for (name, form), (run, _) in commands.items()
+    }
+    return run_without_shoal(files, tmp_path_factory.mktemp("elsewhere"))
 
 
-@pytest.mark.parametrize(
-    "form", ["torch", pytest.param("onnx", marks=pytest.mark.skipif(not installed(), reason=WITHOUT))]
-)
-@pytest.mark.parametrize("name", SHORT)
-def test_a_program_without_shoal_chooses_the_same(files: Any, name: str, form: str) -> None:
-    check(*files[name, form])
+@pytest.mark.parametrize(("name", "form"), SHORT)
+def test_a_program_without_shoal_chooses_the_same(outcomes: Any, name: str, form: str) -> None:
+    check(*outcomes[name, form])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["torch", skipped_without("onnx")])
+@pytest.mark.parametrize("name", CASES)
+def test_every_algorithm_chooses_the_same_without_shoal(name: str, form: str, tmp_path: Path) -> None:
+    policy = shoal.load(make(name, tmp_path / name))
+    path = policy.export(form, tmp_path / f"policy{export.SUFFIXES[form]}").path
+    check(*run_without_shoal({name: (policy, path)}, tmp_path)[name])
+
+
+def test_the_command_says_what_the_file_takes_and_gives(commands: Any) -> None:
+    run, said = commands["pixels", "torch"]
+    lines = said.splitlines()
+    assert lines[0] == f"exported: {run}/exports/best.pt2 (dqn for ALE/Pong-v5, 1,234 steps)"
+    assert lines[1] == "inputs: observation uint8 [batch, 4, 36, 36]"
+    assert lines[2] == "outputs: action int64 [batch]; q float32 [batch, 6]"
+    assert re.fullmatch(r"checked on 256 random observations: largest difference \d\.\de[-+]\d\d", lines[3])
+
+
+def test_the_json_beside_a_file_says_where_it_comes_from(commands: Any) -> None:
+    run, _ = commands["control", "torch"]
+    told = json.loads((run / "exports" / "best.pt2.json").read_text())
+    assert told["inputs"] == [{"name": "observation", "shape": ["batch", 3], "dtype": "float32"}]
+    assert [one["name"] for one in told["outputs"]] == ["action", "q"]
+    assert told["action"] == [{"low": -2.0, "high": 2.0}]
+    facts = {name: told[name] for name in ("environment", "algorithm", "checkpoint", "steps")}
+    assert facts == {"environment": "Pendulum-v1", "algorithm": "sac", "checkpoint": "best", "steps": 1234}
+    inside = {"shoal.json": ""}
+    torch.export.load(run / "exports" / "best.pt2", extra_files=inside)
+    assert json.loads(inside["shoal.json"]) == told
+
+
+MIXED = {
+    "several": ({"id": "tests.programs:Named-v0", "arguments": {"kind": "several"}}, {"name": "ppo"}),
+    "hybrid": ({"id": "tests.programs:Named-v0", "arguments": {"kind": "hybrid"}}, {"name": "ppo"}),
+    "pair": ({"id": "tests.programs:Named-v0", "arguments": {"kind": "pair"}}, {"name": "a3c"}),
+    "masked": ({"id": "tests.programs:Allowing-v0"}, {"name": "dqn"}),
+    "mapping": ({"id": "tests.programs:Mixed-v0"}, {"name": "impala", "network": SMALL}),
+}
+
+
+def eager(decision: export.Decision) -> Any:
+    """A decision as if it had been written to a file and read again."""
+    return lambda inputs: to_numpy(decision(to_torch(inputs)))
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_actions_are_in_the_units_of_the_environment(name: str, tmp_path: Path) -> None:
+    policy = shoal.load(make(name, tmp_path / "run"))
+    decision = export.Decision(policy)
+    assert export.compare(policy, decision, eager(decision)) == (pytest.approx(0, abs=1e-6), 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["torch", skipped_without("onnx")])
+@pytest.mark.parametrize("name", MIXED)
+def test_observations_and_actions_of_all_kinds_are_exported(name: str, form: str, tmp_path: Path) -> None:
+    exported = shoal.Run(make(name, tmp_path / "run")).export(form)
+    assert exported.difference < 1e-5
+    assert exported.differing == 0
+    names = [one["name"] for one in exported.signature["inputs"]]
+    assert name != "masked" or "observation.action_mask" in names
+    assert name != "mapping" or {"observation.camera", "observation.inner.speed", "observation.symbol"} < {*names}
+    assert name != "several" or exported.signature["action"] == [
+        {"choices": 3, "start": 5},
+        {"choices": 4, "start": 0},
+    ]
+
+
+def test_a_file_that_does_something_else_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = shoal.load(make("control", tmp_path / "run"))
+    wrong = export.Decision(policy)
+    wrong.net.moments.parts[0].mean += 1  # type: ignore[operator, union-attr, index]
+    monkeypatch.setattr(export, "prepare", lambda decision: None)
+    monkeypatch.setattr(export, "save_torch", lambda program, path, signature: path.write_text("a file"))
+    monkeypatch.setattr(export, "run_torch", lambda path: eager(wrong))
+    with pytest.raises(ShoalError, match="was not written: the exported file does not do what the policy does"):
+        policy.export("torch", tmp_path / "policy.pt2")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_what_is_not_a_number_is_noticed(tmp_path: Path) -> None:
+    policy = shoal.load(make("control", tmp_path / "run"))
+    decision = export.Decision(policy)
+    run = eager(decision)
+    difference, _ = export.compare(policy, decision, lambda inputs: {**run(inputs), "q": np.full(32, np.nan)})
+    assert np.isnan(difference)
+
+
+def test_ngu_is_refused_in_words(tmp_path: Path) -> None:
+    policy = shoal.load(make("ngu", tmp_path / "run"))
+    with pytest.raises(ShoalError, match=r"ngu cannot be exported: what it carries .*: state\.bandits"):
+        policy.export("torch", tmp_path / "policy.pt2")
+
+
+def test_a_policy_that_draws_at_random_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = shoal.load(make("dqn", tmp_path / "run"))
+    monkeypatch.setattr(export, "GREEDY", {})
+    with pytest.raises(ShoalError, match=r"dqn cannot be exported: even in evaluations it draws at random \(action\)"):
+        policy.export("torch", tmp_path / "policy.pt2")
+
+
+def test_what_cannot_be_traced_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = shoal.load(make("control", tmp_path / "run"))
+    act = type(policy.experiment.algorithm).act
+
+    def looking(self: Any, net: Any, step: Any, carry: Any, rank: Any) -> Any:
+        choice = act(self, net, step, carry, rank)
+        return choice if step.observation.sum() < 1e9 else None
+
+    monkeypatch.setattr(type(policy.experiment.algorithm), "act", looking)
+    with pytest.raises(ShoalError, match="sac cannot be exported, since torch cannot trace its choice: "):
+        policy.export("torch", tmp_path / "policy.pt2")
+
+
+def test_mistakes_are_answered_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make("control", tmp_path / "run")
+    policy = shoal.load(run)
+    with pytest.raises(SettingsError, match="unknown format 'onx': expected onnx or torch; did you mean 'onnx'"):
+        policy.export("onx", tmp_path / "policy.onnx")
+    with pytest.raises(SettingsError, match=r"policy\.pt: the name of a file for torch must end with \.pt2"):
+        policy.export("torch", tmp_path / "policy.pt")
+    monkeypatch.setattr(export, "PACKAGES", ("onnx_of_nobody",))
+    with pytest.raises(ShoalError, match=r"ONNX needs onnx_of_nobody: pip install 'shoal\[onnx\]'"):
+        shoal.Run(run).export("onnx")
+    for flags in ([], ["--onnx", "--torch"]):
+        said = CliRunner().invoke(app, ["export", str(run), *flags])
+        assert str(said.exception) == "give either --onnx or --torch"
