@@ -34,6 +34,7 @@ Arrays: TypeAlias = dict[str, Array]
 
 SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+CHATTY = ("torch.onnx", "onnx_ir", "onnxscript")  # loggers
 GREEDY = {"evaluation_epsilon": 0.0, "evaluation_policy": "mode"}  # settings by which evaluations draw at random
 VALUES = ("value", "policy", "q")  # records that say what a choice is based on
 SIZE, STEPS = 32, 8  # environments and steps of the check
@@ -232,16 +233,17 @@ def dependencies(program: ExportedProgram, inputs: list[str], outputs: list[str]
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without warnings about the insides of torch: LSTMs that keep lists of their weights, packages not installed."""
-    log = logging.getLogger("torch.onnx")
-    before = log.level
-    log.setLevel(logging.ERROR)
+    """Without what libraries say of their insides: LSTMs that keep lists of their weights, passes over a graph."""
+    before = {name: logging.getLogger(name).level for name in CHATTY}
+    for name in CHATTY:
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        log.setLevel(before)
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
 
 
 def write(policy: Policy, form: str, path: str | Path) -> Export:
