@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,15 @@ def skipped_without(*values: Any) -> Any:
 
 
 SHORT = [("pixels", "torch"), ("control", "torch"), skipped_without("memory", "onnx")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_monitor() -> Iterator[None]:
+    """Keep tqdm, which torch uses in ONNX's export, from starting a thread that never ends."""
+    with pytest.MonkeyPatch.context() as patch:
+        if find_spec("tqdm"):
+            patch.setattr("tqdm.tqdm.monitor_interval", 0)
+        yield
 
 
 @pytest.fixture(scope="module")
