@@ -90,9 +90,9 @@ def make(name: str, folder: Path) -> Path:
     torch.manual_seed(1)
     net = Follower(experiment.algorithm, shoal.envs.spec_of(experiment.environment), "cpu").net
     for parameter in net.parameters():  # the first policy of many networks is nearly the same everywhere
-        parameter.data += 0.1 * torch.randn_like(parameter)
+        parameter.data += 0.5 * torch.randn_like(parameter) * (parameter.dim() > 1)
     if (moments := getattr(net, "moments", None)) is not None:
-        moments.parts[0].update(3 + 2 * torch.randn(50, 3))
+        moments.parts[0].update(0.5 + 2 * torch.randn(50, 3))
     content = {"weights": to_numpy(net.state_dict()), "state": {"steps": 1234}}
     checkpoint.write(folder / "checkpoints" / "best", content)
     return folder
@@ -105,7 +105,7 @@ def draw(policy: Policy) -> dict[str, Array]:
     if spec.dtype == "uint8":
         observation = generator.integers(0, 256, (*shape, *spec.shape), dtype=np.uint8)
     else:
-        observation = (3 + 2 * generator.standard_normal((*shape, *spec.shape))).astype(np.float32)
+        observation = (0.5 + generator.standard_normal((*shape, *spec.shape))).astype(np.float32)
     first = generator.random(shape) < 0.1
     first[0] = True
     reward = 3 * generator.standard_normal(shape).astype(np.float32)
