@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from shoal.workers.follower import Follower
 from shoal.workers.rollout import first_carry
 from shoal.workers.saving import load_weights
 
+if TYPE_CHECKING:
+    from shoal.export import Export
+
 
 class Policy:
     """Chooses actions for one environment at a time; it remembers the episode where its network is recurrent."""
@@ -30,7 +33,7 @@ class Policy:
         self.state = saved["state"]
         envs = make(experiment.environment_in(), 1, seed=0)
         try:
-            self.spec, self._encode, self._decode, self._clipped = envs.spec, envs.encode, envs.decode, envs.clipped
+            self.spec, self.encode, self.decode, self.clipped = envs.spec, envs.encode, envs.decode, envs.clipped
         finally:
             envs.close()
         self.follower = Follower(experiment.algorithm, self.spec, device)
@@ -64,8 +67,8 @@ class Policy:
                 f"{self.experiment.algorithm_name} also sees the reward of the last action: "
                 "call act(observation, reward), and reset() when an episode begins"
             )
-        earned = self._clipped(np.array([0.0 if self._first else reward or 0.0]))
-        step = Step(self._encode(observation), earned, np.ones(1, np.float32), np.array([self._first]))
+        earned = self.clipped(np.array([0.0 if self._first else reward or 0.0]))
+        step = Step(self.encode(observation), earned, np.ones(1, np.float32), np.array([self._first]))
         device = self.follower.device
         # Halfway between the least and the most exploring of the actors, where they differ.
         rank = torch.full((1,), 0.5, device=device) if explore else None
@@ -74,7 +77,13 @@ class Policy:
                 self.follower.net, Step(*(to_torch(part, device) for part in step)), self._carry, rank
             )
         self._carry, self._first = choice.carry, False
-        return self._decode(choice.action.cpu().numpy())[0]
+        return self.decode(choice.action.cpu().numpy())[0]
+
+    def export(self, form: str, path: str | Path) -> Export:
+        """Write it as a file that runs without Shoal, `onnx` or `torch`, and check that file."""
+        from shoal.export import write
+
+        return write(self, form, path)
 
     def __repr__(self) -> str:
         """What it is and where it comes from."""

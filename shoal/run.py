@@ -20,6 +20,7 @@ from shoal.runs.directory import locate
 
 if TYPE_CHECKING:
     from shoal.envs import Envs
+    from shoal.export import Export
     from shoal.policy import Policy
 
 log = logging.getLogger("shoal")
@@ -204,6 +205,15 @@ class Run:
         finally:
             envs.close()
         return writer.written
+
+    def export(self, form: str, checkpoint: str | int = "best", out: str | Path | None = None) -> Export:
+        """Write the policy of a checkpoint as a file that runs without Shoal, `onnx` or `torch`, and check it."""
+        from shoal.export import SUFFIXES
+
+        directory.check_links(self.directory)
+        policy = self.policy(checkpoint)
+        default = self.directory / "exports" / f"{policy.path.name}{SUFFIXES.get(form, '')}"
+        return policy.export(form, out or default)
 
     def _filmed(self, seed: int) -> Envs:
         from shoal.core.randomness import derive

@@ -59,7 +59,7 @@ if TYPE_CHECKING:  # mypy checks that each is an algorithm, and which hooks it h
     _capture: tuple[type[algorithm.HasCapture], ...] = (ApexDqn, Dqn)
     _reward: tuple[type[algorithm.HasRewardInput], ...] = (A3c, Impala, Ngu, Ppo, R2d2)
     _topology: tuple[type[algorithm.HasTopology], ...] = (A3c,)
-    _values: tuple[type[algorithm.HasValues], ...] = (ApexDqn, Dqn, R2d2)
+    _values: tuple[type[algorithm.HasValues], ...] = (Sac, Td3)
     _parts: tuple[type[algorithm.HasParts], ...] = (Ngu,)
     _choices: tuple[type[algorithm.HasChoices], ...] = (Ngu,)
 

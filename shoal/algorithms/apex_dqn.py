@@ -77,13 +77,10 @@ class ApexDqn(Settings):
         return {}
 
     def act(self, net: QNetwork, step: Step, carry: Any, rank: Tensor | None) -> Act:
-        """Take the best action, or with a chance that depends on the rank any."""
+        """Take the best action, or with a chance that depends on the rank any; an evaluation records the values."""
         epsilon = self.evaluation_epsilon if rank is None else ladder(rank, self.epsilon, self.epsilon_spread)
-        return Act(epsilon_greedy(net.values(step), epsilon), {}, carry)
-
-    def values(self, net: QNetwork, step: Step, carry: Any) -> dict[str, Tensor]:
-        """The action values, for recordings of episodes."""
-        return {"q": net.values(step)}
+        values = net.values(step)
+        return Act(epsilon_greedy(values, epsilon), {"q": values} if rank is None else {}, carry)
 
     def prepare(self, net: QNetwork, batch: Batch) -> Batch:
         """Update running statistics."""

@@ -99,6 +99,11 @@ class Td3(Settings):
             action = net.explored(action + spread.unsqueeze(-1) * torch.randn_like(action))
         return Act(net.outside(action), {}, carry)
 
+    def values(self, net: ContinuousNetwork, step: Step, carry: Any) -> dict[str, Tensor]:
+        """The value of the policy's action, for recordings of episodes."""
+        inputs = net.inputs(step.observation)
+        return {"q": net.worth(inputs, net.best(inputs), self.combine == "min" and not self.drop)}
+
     def prepare(self, net: ContinuousNetwork, batch: Batch) -> Batch:
         """Count the update, and update running statistics."""
         net.observe(batch)

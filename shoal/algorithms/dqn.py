@@ -97,13 +97,10 @@ class Dqn(Settings):
         return {}
 
     def act(self, net: QNetwork, step: Step, carry: Any, rank: Tensor | None) -> Act:
-        """Take the best action, or with a chance of epsilon any."""
+        """Take the best action, or with a chance of epsilon any; an evaluation records the values."""
         epsilon = self.evaluation_epsilon if rank is None else self.epsilon.now
-        return Act(epsilon_greedy(net.values(step, noise=rank is not None), epsilon), {}, carry)
-
-    def values(self, net: QNetwork, step: Step, carry: Any) -> dict[str, Tensor]:
-        """The action values, for recordings of episodes."""
-        return {"q": net.values(step)}
+        values = net.values(step, noise=rank is not None)
+        return Act(epsilon_greedy(values, epsilon), {"q": values} if rank is None else {}, carry)
 
     def prepare(self, net: QNetwork, batch: Batch) -> Batch:
         """Update running statistics."""

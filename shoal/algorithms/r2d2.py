@@ -97,22 +97,15 @@ class R2d2(Settings):
         return net.begin(size)
 
     def act(self, net: QNetwork, step: Step, carry: dict[str, Tensor], rank: Tensor | None) -> Act:
-        """Take the best action, or with a chance that depends on the rank any."""
-        values, seen, core = self._look(net, step, carry)
-        epsilon = self.evaluation_epsilon if rank is None else ladder(rank, self.epsilon, self.epsilon_spread)
-        action = epsilon_greedy(values, epsilon)
-        return Act(action, {"core": carry["core"], "previous": seen}, {"core": core, "action": action})
-
-    def values(self, net: QNetwork, step: Step, carry: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The action values, for recordings of episodes."""
-        return {"q": self._look(net, step, carry)[0]}
-
-    def _look(self, net: QNetwork, step: Step, carry: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """The values [B, A] of a step, what the LSTM sees of the previous one, and its state after it."""
+        """Take the best action, or with a chance that depends on the rank any; an evaluation records the values."""
         seen = previous(carry["action"], step.reward, step.first, [net.head.actions])
         observation = map_tree(lambda x: x.unsqueeze(0), step.observation)
-        values, core = net(observation, step.first.unsqueeze(0), carry["core"], seen.unsqueeze(0))
-        return values[0, :, :, 0], seen, core
+        outputs, core = net(observation, step.first.unsqueeze(0), carry["core"], seen.unsqueeze(0))
+        values = outputs[0, :, :, 0]  # [B, A]
+        epsilon = self.evaluation_epsilon if rank is None else ladder(rank, self.epsilon, self.epsilon_spread)
+        action = epsilon_greedy(values, epsilon)
+        record = {"core": carry["core"], "previous": seen} | ({"q": values} if rank is None else {})
+        return Act(action, record, {"core": core, "action": action})
 
     def prepare(self, net: QNetwork, batch: Batch) -> Batch:
         """Update running statistics."""

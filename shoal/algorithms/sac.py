@@ -56,6 +56,11 @@ class Sac(Settings):
         return self
 
     @property
+    def _cautious(self) -> bool:
+        """Whether the lowest critic decides what an action is worth."""
+        return self.combine == "min" and not self.drop
+
+    @property
     def experience(self) -> NStep:
         """n-step transitions."""
         return NStep(self.n, self.gamma)
@@ -78,6 +83,11 @@ class Sac(Settings):
         action = net.best(inputs) if rank is None else net.explored(net.drawn(inputs)[0])
         return Act(net.outside(action), {}, carry)
 
+    def values(self, net: ContinuousNetwork, step: Step, carry: Any) -> dict[str, Tensor]:
+        """The value of the policy's action, for recordings of episodes."""
+        inputs = net.inputs(step.observation)
+        return {"q": net.worth(inputs, net.best(inputs), self._cautious)}
+
     def prepare(self, net: ContinuousNetwork, batch: Batch) -> Batch:
         """Count the update, and update running statistics."""
         net.observe(batch)
@@ -96,8 +106,7 @@ class Sac(Settings):
         metrics["temperature"] = temperature.detach()
         if torch.is_grad_enabled() and net.due(self.policy_every):  # an actor wants priorities only
             action, log_prob = net.drawn(inputs[0])
-            values = net.means(net.judge(inputs[0], action, constant=True))
-            value = values.mean(0) if self.drop or self.combine == "mean" else values.amin(0)
+            value = net.worth(inputs[0], action, self._cautious, constant=True)
             surplus = (log_prob + self.entropy * action.shape[-1]).detach()
             policy_loss = temperature.detach() * log_prob - value
             each = each + policy_loss - temperature * surplus

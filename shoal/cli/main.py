@@ -165,6 +165,23 @@ def play(
 
 
 @app.command()
+def export(
+    run: RunName,
+    onnx: Annotated[bool, typer.Option("--onnx", help="For ONNX Runtime and whatever else reads ONNX.")] = False,
+    torch: Annotated[bool, typer.Option("--torch", help="For `torch.export.load`.")] = False,
+    checkpoint: Checkpoint = "best",
+    out: Annotated[Path | None, typer.Option(help="The file to write; default: one in the run's exports/.")] = None,
+) -> None:
+    """Write a policy as a file that runs without Shoal, with a JSON that describes it, and check the file."""
+    from shoal.run import Run
+    from shoal.runs.directory import locate
+
+    if onnx == torch:
+        raise SettingsError("give either --onnx or --torch")
+    typer.echo(Run(locate(run)).export("onnx" if onnx else "torch", checkpoint, out))
+
+
+@app.command()
 def plot(
     runs: Annotated[list[str], typer.Argument(help=RUN, metavar="RUN...", autocompletion=known_runs)],
     out: Annotated[

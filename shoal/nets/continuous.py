@@ -201,6 +201,11 @@ class ContinuousNetwork(nn.Module):
         """The mean values [...] of what critics say, [..., outputs]."""
         return outputs.mean(-1) if self.support is None else outputs.softmax(-1) @ self.support
 
+    def worth(self, inputs: Tensor, action: Tensor, cautious: bool, constant: bool = False) -> Tensor:
+        """The value [N] of actions [N, A] between -1 and 1: the lowest that a critic gives, or the mean of all."""
+        values = self.means(self.judge(inputs, action, constant))
+        return values.amin(0) if cautious else values.mean(0)
+
     def best(self, inputs: Tensor) -> Tensor:
         """The policy's actions [N, A] without any noise."""
         policy = self.policy(inputs)

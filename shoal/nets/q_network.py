@@ -236,6 +236,8 @@ def talk(net: QNetwork, outputs: Tensor, observation: Any, action: Tensor) -> Te
 def epsilon_greedy(value: Tensor, epsilon: Tensor | float) -> Tensor:
     """Choose the best of [B, A], or with a chance of epsilon (one number, or [B]) any that is allowed."""
     best = value.argmax(-1)
+    if isinstance(epsilon, float) and epsilon == 0:
+        return best
     anything = torch.rand_like(value).masked_fill(value <= LOWEST / 2, -1.0).argmax(-1)
     return torch.where(torch.rand(best.shape, device=best.device) < epsilon, anything, best)
 

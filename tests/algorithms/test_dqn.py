@@ -209,8 +209,11 @@ def choices(algorithm: Any, net: Any, spec: Any, rank: torch.Tensor | None, size
     """What is chosen and what is best."""
     step = Step(torch.randn(size, *spec.observation.shape), torch.zeros(size), torch.ones(size), torch.zeros(size) > 0)
     act = algorithm.act(net, step, algorithm.begin(net, size), rank)
-    assert act.record == act.carry == {}
-    return act.action, net.values(step).argmax(-1)
+    values = net.values(step)
+    assert act.carry == {}
+    assert [*act.record] == (["q"] if rank is None else [])
+    assert rank is not None or torch.equal(act.record["q"], values)
+    return act.action, values.argmax(-1)
 
 
 def test_dqn_explores_less_and_less(specs):
