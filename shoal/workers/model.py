@@ -229,6 +229,7 @@ def shuffled(batch: Batch, epochs: int, minibatches: int) -> Iterator[Batch]:
                 weight=batch.weight[index],
                 key=batch.key[piece.numpy()],
                 version=batch.version[piece.numpy()],
+                fresh=None if batch.fresh is None else batch.fresh[index],
             )
 
 
