@@ -110,7 +110,7 @@ def draw(experiment: Experiment, store: Store, now: Progress) -> Mapping[str, Tr
 
 
 class Count:
-    """Counts environment steps: a replay reports those it received, a queue's are counted as they are learned from."""
+    """Counts environment steps: a replay reports those it received, others' are counted when first learned from."""
 
     def __init__(self, store: Store, steps: int) -> None:
         """Continue from these steps."""
@@ -122,4 +122,4 @@ class Count:
 
     def learned(self, status: Mapping[str, float], steps: int, batch: Batch) -> int:
         """The steps so far, after a batch."""
-        return self.received(status, steps) if "steps" in status else steps + int(batch.mask.sum())
+        return self.received(status, steps) if "steps" in status else steps + int(batch.news.sum())
