@@ -17,7 +17,6 @@ from shoal.nets.actor_critic import ActorCriticArchitecture
 from shoal.runs import metrics
 from shoal.workers.model import Model
 from tests.algorithms.conftest import looked_at, vtrace_targets, wander
-from tests.pace import long
 
 SMALL = ActorCriticArchitecture(hidden=(8,))
 LSTM = ActorCriticArchitecture(hidden=(8,), lstm=6)
@@ -121,7 +120,7 @@ def test_steps_are_counted_once_however_often_they_are_learned_from(tmp_path):
 
 
 def test_gradient_workers_have_no_circular_buffer():
-    with pytest.raises(SettingsError, match="algorithm.circular applies to topology actors_and_learner only"):
+    with pytest.raises(SettingsError, match=r"algorithm\.circular applies to topology actors_and_learner only"):
         shoal.configure({**RUN, "algorithm": {"name": "impact"}}, topology="gradient_workers")
 
 
