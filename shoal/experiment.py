@@ -137,11 +137,16 @@ def as_algorithm(value: Any) -> Algorithm[Any]:
     missing = [name for name in vars(Algorithm) if not (name.startswith("_") or hasattr(value, name))]
     if missing:
         raise ValueError(f"{type(value).__name__} is not an algorithm: it has no {', '.join(missing)}")
-    if isinstance(value, HasReplay) and not isinstance(value.replay, Replaying | None):
-        raise ValueError(
-            f"{type(value).__name__} is not an algorithm: its replay is a {type(value.replay).__name__}, not a "
-            "shoal.core.settings.Replaying or None"
-        )
+    replay = value.replay if isinstance(value, HasReplay) else None
+    circular = value.circular if isinstance(value, HasCircular) else None
+    for name, given, kind in (("replay", replay, Replaying), ("circular", circular, Circling)):
+        if not isinstance(given, kind | None):
+            raise ValueError(
+                f"{type(value).__name__} is not an algorithm: its {name} is a {type(given).__name__}, not a "
+                f"shoal.core.settings.{kind.__name__} or None"
+            )
+    if replay and circular:
+        raise ValueError(f"{type(value).__name__} is not an algorithm: it has both a replay and a circular buffer")
     return value  # type: ignore[no-any-return]
 
 

@@ -12,6 +12,7 @@ import shoal
 from shoal.algorithms.impact import Impact
 from shoal.core.algorithm import Algorithm, HasCircular, HasTarget
 from shoal.core.errors import SettingsError
+from shoal.core.settings import Replaying
 from shoal.core.types import Sequence
 from shoal.nets.actor_critic import ActorCriticArchitecture
 from shoal.runs import metrics
@@ -122,6 +123,30 @@ def test_steps_are_counted_once_however_often_they_are_learned_from(tmp_path):
 def test_gradient_workers_have_no_circular_buffer():
     with pytest.raises(SettingsError, match=r"algorithm\.circular applies to topology actors_and_learner only"):
         shoal.configure({**RUN, "algorithm": {"name": "impact"}}, topology="gradient_workers")
+
+
+class Wrong(Impact):
+    """Its buffer is a number."""
+
+    circular: int = 3
+
+
+class Both(Impact):
+    """It has two stores."""
+
+    replay: Replaying = Replaying()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Wrong", r"its circular is a int, not a shoal\.core\.settings\.Circling or None"),
+        ("Both", "both a replay and a"),
+    ],
+)
+def test_an_algorithm_has_one_store_of_a_kind_that_there_is(name, message):
+    with pytest.raises(SettingsError, match=message):
+        shoal.configure({**RUN, "algorithm": {"name": f"tests.algorithms.test_impact:{name}"}})
 
 
 def test_it_learns_to_name_what_it_sees(tmp_path):
