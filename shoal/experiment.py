@@ -27,6 +27,7 @@ from shoal.configs import read
 from shoal.core.algorithm import (
     Algorithm,
     HasActorPriorities,
+    HasCircular,
     HasMaxLag,
     HasMinibatches,
     HasReplay,
@@ -37,7 +38,7 @@ from shoal.core.codec import Codec
 from shoal.core.errors import SettingsError, ShoalError, nearest
 from shoal.core.machine import cores
 from shoal.core.recipe import path_of
-from shoal.core.settings import Replaying, Schedule, Settings
+from shoal.core.settings import Circling, Replaying, Schedule, Settings
 from shoal.engines import ENGINES
 from shoal.engines.options import Network, Room
 from shoal.envs import Environment
@@ -136,11 +137,16 @@ def as_algorithm(value: Any) -> Algorithm[Any]:
     missing = [name for name in vars(Algorithm) if not (name.startswith("_") or hasattr(value, name))]
     if missing:
         raise ValueError(f"{type(value).__name__} is not an algorithm: it has no {', '.join(missing)}")
-    if isinstance(value, HasReplay) and not isinstance(value.replay, Replaying | None):
-        raise ValueError(
-            f"{type(value).__name__} is not an algorithm: its replay is a {type(value.replay).__name__}, not a "
-            "shoal.core.settings.Replaying or None"
-        )
+    replay = value.replay if isinstance(value, HasReplay) else None
+    circular = value.circular if isinstance(value, HasCircular) else None
+    for name, given, kind in (("replay", replay, Replaying), ("circular", circular, Circling)):
+        if not isinstance(given, kind | None):
+            raise ValueError(
+                f"{type(value).__name__} is not an algorithm: its {name} is a {type(given).__name__}, not a "
+                f"shoal.core.settings.{kind.__name__} or None"
+            )
+    if replay and circular:
+        raise ValueError(f"{type(value).__name__} is not an algorithm: it has both a replay and a circular buffer")
     return value  # type: ignore[no-any-return]
 
 
@@ -237,6 +243,10 @@ class Experiment(Settings):
         self._fits_curriculum()
         if self.replay:
             self._fits_replay(self.replay)
+        if self.shared and self.circular:
+            raise ValueError(
+                "algorithm.circular applies to topology actors_and_learner only: gradient workers use every item once"
+            )
         if self.shared and self.device == "cuda":
             raise ValueError("device cuda: gradient workers run on the CPU, where their network is shared")
         if self.envs != "auto" or self.lockstep:  # else a number is found for which this is true
@@ -349,6 +359,11 @@ class Experiment(Settings):
     def replay(self) -> Replaying | None:
         """How experience is kept and sampled; None: every item is used once."""
         return self.algorithm.replay if isinstance(self.algorithm, HasReplay) else None
+
+    @property
+    def circular(self) -> Circling | None:
+        """How many batches are held and how often each is used; None: no circular buffer."""
+        return self.algorithm.circular if isinstance(self.algorithm, HasCircular) else None
 
     @property
     def chunk(self) -> int:

@@ -19,6 +19,7 @@ from shoal.engines.options import Machines, Options, Room
 from shoal.experiment import Experiment
 from shoal.services.averager import Averager
 from shoal.services.checkpoints import Checkpoints
+from shoal.services.circular import Circular
 from shoal.services.journal import Journal
 from shoal.services.parameters import Parameters
 from shoal.services.queue import Queue
@@ -122,12 +123,14 @@ def players(experiment: Experiment) -> list[str]:
 
 
 def serve_store(experiment: Experiment, engine: Engine, name: str = "store") -> Store:
-    """A queue where every item is used once, a replay where it is drawn again."""
+    """A queue where every item is used once, a ring of batches that are used in turn, or a replay."""
     spec = envs.spec_of(experiment.environment)
     choices = [*spec.action.choices]
     size, lockstep = experiment.batch_size, experiment.lockstep
     store: Store
-    if experiment.replay is None:
+    if experiment.circular:
+        store = engine.serve(name, Circular, experiment.circular, experiment.queue * size, size, choices, lockstep)
+    elif experiment.replay is None:
         store = engine.serve(name, Queue, experiment.queue * size, size, experiment.max_lag, choices, lockstep)
     else:
         store = engine.serve(name, Replay, experiment.replay, size, *replay_shape(experiment, spec), choices)

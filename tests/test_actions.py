@@ -23,6 +23,8 @@ ALGORITHMS: dict[str, Any] = {
     "ppo": PPO,
     "impala": {"name": "impala", "rule": "adam", "lr": 3e-3, "batch": 8, "unroll": 16, "gamma": 0.5,
                "optimizer_epsilon": 1e-5, "clip_norm": 0.5, "entropy_cost": 0.0},
+    "impact": {"name": "impact", "lr": 3e-3, "batch": 8, "unroll": 16, "gamma": 0.5, "clip_norm": 0.5,
+               "entropy_cost": 0.0},
     "a3c": {"name": "a3c", "rule": "adam", "lr": 3e-3, "gamma": 0.5, "entropy_cost": 0.0},
     "dqn": {"name": "dqn", "batch": 64, "replay": KEPT, **Q},
     "apex_dqn": {"name": "apex_dqn", "rule": "adam", "batch": 64, "head": 0, "replay": KEPT, **Q},

@@ -21,6 +21,12 @@ KEPT = {"capacity": 300, "minimum": 40, "samples_per_insert": 4, "alpha": 0.6, "
 SEQUENCES = {"unroll": 6, "burn_in": 2, "overlap": 4, "batch": 4, "target_every": 10, "head": 8}
 LOCKSTEP: dict[str, Any] = {
     "impala": {"batch": 4, "unroll": 10, "network": {**SMALL, "lstm": 8}},
+    "impact": {
+        "batch": 4,
+        "unroll": 10,
+        "circular": {"batches": 2, "times": 3},
+        "network": {**SMALL, "lstm": 8, "normalise_observation": True},
+    },
     "ppo": {"unroll": 16, "network": {**SMALL, "normalise_observation": True, "normalise_reward": True}},
     "a3c": {"network": {**SMALL, "normalise_observation": True}},
     "dqn": {"batch": 8, "n": 2, "target_every": 20, "replay": KEPT, "network": SMALL},

@@ -26,18 +26,19 @@ ROOT = Path(__file__).parents[1]
 RECURRENT = {"hidden": [16], "lstm": 8, "normalise_observation": True, "normalise_reward": True}
 ALGORITHMS = {
     "impala": {"name": "impala", "batch": 4, "unroll": 10, "network": RECURRENT},
+    "impact": {"name": "impact", "batch": 4, "unroll": 10, "target_every": 5, "network": RECURRENT},
     "ppo": {"name": "ppo", "unroll": 16, "network": RECURRENT},
 }
 
 
 def settings(algorithm: str, **more: Any) -> dict[str, Any]:
     """A small run with a recurrent network and normalisers."""
-    environment = {"id": "CartPole-v1" if algorithm == "impala" else "Pendulum-v1"}
+    environment = {"id": "Pendulum-v1" if algorithm == "ppo" else "CartPole-v1"}
     return small(ALGORITHMS[algorithm], **{"environment": environment, "steps": 700, **more})
 
 
-PAIRS = [*((engine, "impala") for engine in QUICK), ("inline", "ppo"), ("processes", "ppo")]
-SHORT = [("inline", "ppo"), ("processes", "impala")]
+PAIRS = [*((engine, "impala") for engine in QUICK), ("inline", "ppo"), ("processes", "ppo"), ("inline", "impact")]
+SHORT = [("inline", "ppo"), ("processes", "impala"), ("inline", "impact")]
 PLAIN = [
     (pytest.param if (engine, name) in SHORT else long)(engine, name, {}, id=f"{engine}-{name}")
     for engine, name in PAIRS

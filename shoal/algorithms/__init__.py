@@ -13,6 +13,7 @@ ALGORITHMS: dict[str, str] = {
     "apex_dqn": "shoal.algorithms.apex_dqn:ApexDqn",
     "d4pg": "shoal.algorithms.deterministic:D4pg",
     "dqn": "shoal.algorithms.dqn:Dqn",
+    "impact": "shoal.algorithms.impact:Impact",
     "impala": "shoal.algorithms.impala:Impala",
     "ngu": "shoal.algorithms.ngu:Ngu",
     "ppo": "shoal.algorithms.ppo:Ppo",
@@ -27,6 +28,7 @@ if TYPE_CHECKING:  # mypy checks that each is an algorithm, and which hooks it h
     from shoal.algorithms.apex_dqn import ApexDqn
     from shoal.algorithms.deterministic import ApexDpg, D4pg, Td3
     from shoal.algorithms.dqn import Dqn
+    from shoal.algorithms.impact import Impact
     from shoal.algorithms.impala import Impala
     from shoal.algorithms.ngu import Ngu
     from shoal.algorithms.ppo import Ppo
@@ -40,6 +42,7 @@ if TYPE_CHECKING:  # mypy checks that each is an algorithm, and which hooks it h
         ApexDqn,
         D4pg,
         Dqn,
+        Impact,
         Impala,
         Ngu,
         Ppo,
@@ -51,13 +54,14 @@ if TYPE_CHECKING:  # mypy checks that each is an algorithm, and which hooks it h
     _minibatches: tuple[type[algorithm.HasMinibatches], ...] = (Impala, Ppo)
     _target_kl: tuple[type[algorithm.HasTargetKl], ...] = (Ppo,)
     _max_lag: tuple[type[algorithm.HasMaxLag], ...] = (A3c, Impala, Ppo)
-    _target: tuple[type[algorithm.HasTarget], ...] = (ApexDqn, Dqn, Ngu, R2d2, Sac, Td3)
+    _target: tuple[type[algorithm.HasTarget], ...] = (ApexDqn, Dqn, Impact, Ngu, R2d2, Sac, Td3)
     _tau: tuple[type[algorithm.HasTau], ...] = (Sac, Td3)
+    _circular: tuple[type[algorithm.HasCircular], ...] = (Impact,)
     _replay: tuple[type[algorithm.HasReplay], ...] = (A3c, ApexDqn, Dqn, Ngu, R2d2, Sac, Td3)
     _replay_ratio: tuple[type[algorithm.HasReplayRatio], ...] = (A3c,)
     _actor_priorities: tuple[type[algorithm.HasActorPriorities], ...] = (ApexDqn, Dqn, Ngu, R2d2, Sac, Td3)
     _capture: tuple[type[algorithm.HasCapture], ...] = (ApexDqn, Dqn)
-    _reward: tuple[type[algorithm.HasRewardInput], ...] = (A3c, Impala, Ngu, Ppo, R2d2)
+    _reward: tuple[type[algorithm.HasRewardInput], ...] = (A3c, Impact, Impala, Ngu, Ppo, R2d2)
     _topology: tuple[type[algorithm.HasTopology], ...] = (A3c,)
     _values: tuple[type[algorithm.HasValues], ...] = (Sac, Td3)
     _parts: tuple[type[algorithm.HasParts], ...] = (Ngu,)

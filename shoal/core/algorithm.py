@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Sequence_
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-from shoal.core.settings import Replaying, Schedule
+from shoal.core.settings import Circling, Replaying, Schedule
 from shoal.core.types import Act, Batch, Loss, NStep, Sequence, Spec, Step
 
 if TYPE_CHECKING:
@@ -129,6 +129,14 @@ class HasReplay(Protocol):
 
     @property
     def replay(self) -> Replaying | None: ...
+
+
+@runtime_checkable
+class HasCircular(Protocol):
+    """How many batches are held, and how often each is used; None or no hook: every item is used once."""
+
+    @property
+    def circular(self) -> Circling | None: ...
 
 
 @runtime_checkable

@@ -109,6 +109,14 @@ def at(settings: Moved, steps: float, total: float) -> Moved:
     return settings.model_copy(update=moved) if moved else settings
 
 
+class Circling(Settings):
+    """How many batches are held, and how often each is learned from."""
+
+    # Luo et al. 2019, arXiv:1912.00167, section 3.2: N and K.
+    batches: int = Field(4, ge=1, description="Batches that are used in turn.")
+    times: int = Field(2, ge=1, description="Times that each batch is used; then a fresh one takes its place.")
+
+
 class Replaying(Settings):
     """How much experience is kept, and how often and by what chance it is drawn."""
 

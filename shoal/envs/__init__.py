@@ -11,6 +11,7 @@ from shoal.core.errors import Fatal
 from shoal.core.settings import Settings
 from shoal.core.types import Spec
 from shoal.envs.atari import Atari, is_atari
+from shoal.envs.clipping import Clip
 from shoal.envs.toy import TOYS
 from shoal.envs.vector import Envs, Episode
 
@@ -50,6 +51,11 @@ class Environment(Settings):
         description="Key of `info` under which the environment says which actions are allowed; a part `action_mask` of "
         "the observation does so without this.",
     )
+    clip_reward: Clip | None = Field(
+        None,
+        description="How rewards are clipped for learning; scores are not. sign: to -1, 0 or 1; clamp: to [-1, 1]; "
+        "soft_asymmetric: to 5 tanh r, or 0.3 tanh r where negative; null: not, but see atari.clip_rewards.",
+    )
     atari: Atari = Field(default_factory=Atari, description="How Atari games are preprocessed and played.")
     max_faults: int = Field(
         5,
@@ -84,20 +90,21 @@ def make(
     from shoal.envs.vector import Vector
 
     _refuse_unused(environment)
+    clip = environment.clip_reward
     if atari.is_atari(environment.id):
         if environment.arguments:
             raise Fatal(f"{environment.id} takes no arguments; its settings are in `atari`: {[*Atari.model_fields]}")
         return atari.Games(
-            environment.id, environment.atari, size, seed, environment.metrics, evaluation, render, limit
+            environment.id, environment.atari, size, seed, environment.metrics, evaluation, render, limit, clip
         )
     if not render and chosen(environment) == "envpool":
-        return envpool.Pool(environment.id, size, seed, environment.max_faults, environment.metrics, limit)
+        return envpool.Pool(environment.id, size, seed, environment.max_faults, environment.metrics, limit, clip)
     if environment.id in toy.ENVS:
         create = partial(toy.ENVS[environment.id], **environment.arguments)
     else:
         around = [(one.name, one.arguments) for one in environment.wrappers]
         create = partial(gymnasium.create, environment.id, environment.arguments, render, around, environment.mask)
-    return Vector(environment.id, create, size, seed, environment.max_faults, environment.metrics, render, limit)
+    return Vector(environment.id, create, size, seed, environment.max_faults, environment.metrics, render, limit, clip)
 
 
 def check(environment: Environment) -> None:

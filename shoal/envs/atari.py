@@ -14,6 +14,7 @@ from shoal.core import doing
 from shoal.core.errors import Fatal
 from shoal.core.settings import Settings
 from shoal.core.types import ActionSpec, Array, ArraySpec, Spec, Step
+from shoal.envs.clipping import Clip, clipped
 from shoal.envs.vector import Episode, Tally, check_drawn, derive, opening
 
 FRAMES_PER_SECOND = 60  # of the console
@@ -32,7 +33,9 @@ class Atari(Settings):
     grayscale: bool = Field(True, description="Grayscale frames instead of RGB.")
     maxpool: bool = Field(True, description="Pixelwise maximum of the last two frames, against flicker.")
     noop_max: int = Field(30, ge=0, description="Maximum of the random number of no-op frames at the start of a game.")
-    clip_rewards: bool = Field(True, description="Clip rewards to [-1, 1]; scores are not clipped.")
+    clip_rewards: bool = Field(
+        True, description="Clip rewards to [-1, 1] where environment.clip_reward is null; scores are not clipped."
+    )
     fire_reset: bool = Field(True, description="Press fire at the start of games that wait for it.")
     # Machado et al. 2017, arXiv:1709.06009: episodes should end with the game; where actions stick, 0.25.
     episodic_life: bool = Field(False, description="End training episodes, but not games, at each lost life.")
@@ -119,6 +122,7 @@ class Games:
         evaluation: bool,
         render: bool = False,
         limit: int | None = None,
+        clip: Clip | None = None,
     ) -> None:
         import ale_py
 
@@ -135,7 +139,7 @@ class Games:
         buttons = list(self._games.ale.get_action_set())
         fire = settings.fire_reset and ale_py.Action.FIRE in buttons
         self._opening_action = buttons.index(ale_py.Action.FIRE if fire else ale_py.Action.NOOP)
-        self._clip = settings.clip_rewards
+        self._clip: Clip | None = clip or ("clamp" if settings.clip_rewards else None)
         self._lives_end = settings.episodic_life and not evaluation
         self._colour = not settings.grayscale
         channels = settings.stack * (3 if self._colour else 1)
@@ -219,7 +223,7 @@ class Games:
 
     def clipped(self, points: Array) -> Array:
         """Turn a game's points [B] into the rewards of a step, which are clipped as the settings say."""
-        return (np.clip(points, -1, 1) if self._clip else points).astype(np.float32)
+        return clipped(points, self._clip)
 
     def close(self) -> None:
         """Release the games and their threads."""

@@ -12,6 +12,7 @@ from shoal.core import doing
 from shoal.core.errors import Fatal, nearest
 from shoal.core.types import Array, ArraySpec, Spec, Step
 from shoal.envs import spaces
+from shoal.envs.clipping import Clip, clipped
 from shoal.envs.vector import Episode, Tally, check_drawn, derive, infinite, opening
 
 MUJOCO = "gymnasium.envs.mujoco"  # the package of the environments that both have
@@ -61,7 +62,14 @@ class Pool:
     fps = 20.0
 
     def __init__(
-        self, id: str, size: int, seed: int, max_faults: int, metrics: Mapping[str, str], limit: int | None = None
+        self,
+        id: str,
+        size: int,
+        seed: int,
+        max_faults: int,
+        metrics: Mapping[str, str],
+        limit: int | None = None,
+        clip: Clip | None = None,
     ) -> None:
         """Make `size` environments; none of their episodes is longer than a limit, if there is one."""
         check(id)
@@ -77,7 +85,7 @@ class Pool:
         assert isinstance(seen, ArraySpec)
         self.spec, self.size = Spec(seen, taken), size
         self._id, self._label = id, f"{size} environments ({id})"
-        self._max_faults, self._metrics = max_faults, metrics
+        self._max_faults, self._metrics, self._clip = max_faults, metrics, clip
         self._tally = Tally(size, metrics)
         self._over = np.zeros(size, np.bool_)  # the next step opens an episode
         self._row = np.zeros(size, np.int64)  # faults in a row
@@ -151,8 +159,8 @@ class Pool:
         return array
 
     def clipped(self, points: Array) -> Array:
-        """Turn rewards [B], as environments give them, into those of a step: the same."""
-        return points.astype(np.float32)
+        """Turn rewards [B], as environments give them, into those of a step, which are clipped as the settings say."""
+        return clipped(points, self._clip)
 
     def close(self) -> None:
         """Release the environments and their threads."""

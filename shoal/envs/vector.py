@@ -14,6 +14,7 @@ from shoal.core.errors import Fatal, ShoalError
 from shoal.core.tree import map_tree
 from shoal.core.types import MASK, Array, Spec, Step
 from shoal.envs import spaces
+from shoal.envs.clipping import Clip, clipped
 
 HEALTHY_STEPS = 100  # without a fault, after which the next fault begins a new row
 USUAL_FPS = 30  # what Gymnasium's own recorder takes where an environment does not say
@@ -169,9 +170,10 @@ class Vector:
         metrics: Mapping[str, str],
         render: bool = False,
         limit: int | None = None,
+        clip: Clip | None = None,
     ) -> None:
         """Make `size` environments; none of their episodes is longer than a limit, if there is one."""
-        self.size, self._limit = size, limit
+        self.size, self._limit, self._clip = size, limit, clip
         self._labels = [f"environment {index} of {size} ({name})" for index in range(size)]
         self.environments: list[Any] = []  # None: closed after a fault, about to be recreated
         self._name, self._create, self._max_faults, self._metrics = name, create, max_faults, metrics
@@ -290,8 +292,8 @@ class Vector:
         return arrays
 
     def clipped(self, points: Array) -> Array:
-        """Turn rewards [B], as environments give them, into those of a step: the same."""
-        return points.astype(np.float32)
+        """Turn rewards [B], as environments give them, into those of a step, which are clipped as the settings say."""
+        return clipped(points, self._clip)
 
     def close(self) -> None:
         """Close every environment."""

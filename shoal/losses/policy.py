@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -28,3 +30,15 @@ def approximate_kl(log_ratio: Tensor) -> Tensor:
 def outside(log_ratio: Tensor, clip: float) -> Tensor:
     """Return 1 where the ratio has left [1−ε, 1+ε], else 0."""
     return (log_ratio.expm1().abs() > clip).float()
+
+
+@torch.no_grad()
+def implied_kl(chance: Tensor, log_ratio: Tensor, rho_bar: float) -> Tensor:
+    """Return KL(π‖π̃) in nats, with π̃ ∝ min(ρ̄ μ, π) the policy whose value V-trace finds, from [A, ...] to [...].
+
+    arXiv:1909.11583, eq. (3) and §4.3. `log_ratio` is log π − log μ of every action, and `chance` is π; or they are of
+    actions drawn from π, each with the same chance.
+    """
+    excess = (log_ratio - math.log(rho_bar)).clamp(min=0.0)  # log π − log min(ρ̄ μ, π)
+    kept = (chance * (-excess).exp()).sum(0)  # Σ min(ρ̄ μ, π)
+    return (chance * excess).sum(0) + kept.log()

@@ -187,4 +187,5 @@ def single_steps(batch: Batch) -> Batch:
         weight=batch.weight[item],
         key=batch.key[on_host],
         version=batch.version[on_host],
+        fresh=None if batch.fresh is None else batch.fresh[item],
     )

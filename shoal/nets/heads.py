@@ -24,6 +24,7 @@ from shoal.nets.torsos import orthogonal
 POLICY_GAIN = 0.01  # a nearly uniform first policy: arXiv:2006.05990, §3.2
 NODES = 16  # of the quadrature for a squashed Gaussian's entropy: a thousandth of a nat where std is 1 or 2
 SPREADS = (-5.0, 2.0)  # bounds of a log standard deviation that a network predicts: arXiv:1812.05905's own code
+DRAWS = 32  # of actions, where there are too many to list
 LOG_SQRT_TWO_PI = 0.5 * math.log(2 * math.pi)
 
 
@@ -210,6 +211,19 @@ class Joint(nn.Module):
         others = torch.split(other, self.policies, -1)
         each = [head.kl(own, its) for (head, own, _), its in zip(self._each(policy), others, strict=True)]
         return torch.stack(each).sum(0)
+
+
+def outcomes(head: Categorical | Gaussian | Joint, policy: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the chances of actions under a policy, and the logarithms of the ratio policy / other, both [A, ...].
+
+    They are of all choices, or of actions drawn from the policy, each with the same chance, where one cannot list them.
+    """
+    if isinstance(head, Categorical):
+        return policy.exp().movedim(-1, 0), (policy - other).movedim(-1, 0)
+    many, others = (each.expand(DRAWS, *each.shape) for each in (policy, other))
+    raw = head.sample(many)
+    log_ratio = head.log_prob(many, raw) - head.log_prob(others, raw)
+    return torch.full_like(log_ratio, 1 / DRAWS), log_ratio
 
 
 def make_head(

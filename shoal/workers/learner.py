@@ -42,7 +42,7 @@ def learn(
     algorithm, lockstep = experiment.algorithm, experiment.lockstep
     torch.set_num_threads(experiment.learner_threads)
     own = int(np.random.randint(2**31))
-    model = Model(algorithm, envs.spec_of(experiment.environment), pick_device(experiment.device))
+    model = Model(algorithm, envs.spec_of(experiment.environment), pick_device(experiment.device), lockstep)
     saved = checkpoints.load(lockstep)
     now = resume(saved, model, store, journal)
     if lockstep:
@@ -82,7 +82,7 @@ def learn(
             "weights_mb": sent / 1e6,
         }
         priority, updates, numbers = model.update(present, batch, now.updates)
-        if problem := health.look(numbers, model.net, batch, now.updates):
+        for problem in filter(None, (model.step.news(), health.look(numbers, model.net, batch, now.updates))):
             journal.report(problem)
         now.steps = count.learned(status, now.steps, batch)
         now.updates, now.version = now.updates + updates, now.version + 1
@@ -110,7 +110,7 @@ def draw(experiment: Experiment, store: Store, now: Progress) -> Mapping[str, Tr
 
 
 class Count:
-    """Counts environment steps: a replay reports those it received, a queue's are counted as they are learned from."""
+    """Counts environment steps: a replay reports those it received, others' are counted when first learned from."""
 
     def __init__(self, store: Store, steps: int) -> None:
         """Continue from these steps."""
@@ -122,4 +122,4 @@ class Count:
 
     def learned(self, status: Mapping[str, float], steps: int, batch: Batch) -> int:
         """The steps so far, after a batch."""
-        return self.received(status, steps) if "steps" in status else steps + int(batch.mask.sum())
+        return self.received(status, steps) if "steps" in status else steps + int(batch.news.sum())

@@ -80,8 +80,11 @@ class Following:
 class Model:
     """The network that learns, the target network that follows it now and then, and the optimizer."""
 
-    def __init__(self, algorithm: Algorithm[Any], spec: Spec, device: torch.device) -> None:
-        """Build them; for an algorithm without a target network, the network is its own target."""
+    def __init__(self, algorithm: Algorithm[Any], spec: Spec, device: torch.device, exact: bool = False) -> None:
+        """Build them; for an algorithm without a target network, the network is its own target.
+
+        Under `exact`, a batch that does not fit into memory is an error and not cut.
+        """
         self.device = device
         self.net: nn.Module = algorithm.build(spec).to(device)
         self.every = target_every(algorithm)
@@ -89,7 +92,7 @@ class Model:
         self.following = Following(self.net, self.target)
         self.optimizer = algorithm.optimizer(self.net)
         captured = device.type == "cuda" and isinstance(algorithm, HasCapture) and algorithm.capturable
-        self.step: OptimizerStep = Captured(optimizer_step, self.optimizer) if captured else optimizer_step
+        self.step = Divided(Captured(optimizer_step, self.optimizer) if captured else optimizer_step, exact)
         self.backup = Backup(self.net, self.optimizer)
 
     def update(
@@ -105,6 +108,52 @@ class Model:
     def weights(self) -> Mapping[str, Array]:
         """The network's weights, including its normalisers."""
         return to_numpy(self.net.state_dict())  # type: ignore[no-any-return]
+
+
+class Divided:
+    """A step of the optimizer that cuts batches which the device's memory does not hold, from then on.
+
+    Gradients of the pieces add up to those of the whole: a loss is a mean over its items. Advantages that are
+    standardised are so within each piece.
+    """
+
+    def __init__(self, step: OptimizerStep, exact: bool) -> None:
+        """Take whole batches to begin with."""
+        self.step, self.exact, self.pieces, self._news = step, exact, 1, ""
+
+    def __call__(
+        self, algorithm: Algorithm[Any], net: nn.Module, target: nn.Module, optimizer: Optimizes, batch: Batch
+    ) -> Loss:
+        """Take a step, in as few pieces as there is memory for."""
+        arguments = algorithm, net, target, optimizer, batch
+        while True:
+            try:
+                return self.step(*arguments) if self.pieces == 1 else optimizer_step(*arguments, self.pieces)
+            except torch.OutOfMemoryError as error:
+                problem = str(error).splitlines()[0]
+            self._cut(problem, len(batch.weight))  # out here, where the error no longer holds on to tensors
+            optimizer.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
+
+    def _cut(self, problem: str, items: int) -> None:
+        if self.exact:
+            raise Fatal(
+                f"a batch does not fit into the GPU's memory, and in lockstep it is not cut: lower algorithm.batch or "
+                f"algorithm.unroll; {problem}"
+            )
+        if self.pieces >= items:
+            raise Fatal(f"not even one item of a batch fits into the GPU's memory: lower algorithm.unroll; {problem}")
+        self.pieces = min(2 * self.pieces, items)
+        self.step = optimizer_step  # a graph was captured for the whole batch
+        self._news = (
+            f"a batch does not fit into the GPU's memory: from now on each is cut into {self.pieces} pieces, whose "
+            f"gradients are added ({problem})"
+        )
+
+    def news(self) -> str:
+        """What there is to report, once; empty if nothing."""
+        news, self._news = self._news, ""
+        return news
 
 
 class Backup:
@@ -144,17 +193,14 @@ class Backup:
 
 
 def optimizer_step(
-    algorithm: Algorithm[Any], net: nn.Module, target: nn.Module, optimizer: Optimizes, batch: Batch
+    algorithm: Algorithm[Any], net: nn.Module, target: nn.Module, optimizer: Optimizes, batch: Batch, pieces: int = 1
 ) -> Loss:
     """One step of the optimizer down the loss of a batch, and in the metrics whether it was `finite`.
 
     On the CPU a loss or gradient that is not finite changes nothing. On a GPU asking would mean waiting for it: there
     the step is taken, and whoever reads the metrics takes it back.
     """
-    loss = algorithm.loss(net, target, batch)
-    optimizer.zero_grad(set_to_none=True)
-    total = (loss.each * batch.weight).mean()
-    total.backward()  # type: ignore[no-untyped-call]
+    loss, total = differentiated(algorithm, net, target, optimizer, batch, min(pieces, len(batch.weight)))
     if algorithm.clip_norm is not None:
         parts = algorithm.parts(net) if isinstance(algorithm, HasParts) else [net]
         norms = [torch.nn.utils.clip_grad_norm_(part.parameters(), algorithm.clip_norm) for part in parts]
@@ -162,11 +208,40 @@ def optimizer_step(
         loss.metrics["gradient_norm"] = norm
     else:
         norm = torch.nn.utils.get_total_norm([part.grad for part in net.parameters() if part.grad is not None])
-    finite = (total.detach() + norm).isfinite()
+    finite = (total + norm).isfinite()
     loss.metrics["finite"] = finite.float()
     if finite.is_cuda or finite:
         optimizer.step()
     return loss
+
+
+def differentiated(
+    algorithm: Algorithm[Any], net: nn.Module, target: nn.Module, optimizer: Optimizes, batch: Batch, pieces: int
+) -> tuple[Loss, torch.Tensor]:
+    """The loss of a batch, of its items and in total, after a backward pass for each of its pieces."""
+    if pieces == 1:
+        loss = algorithm.loss(net, target, batch)
+        optimizer.zero_grad(set_to_none=True)
+        total = (loss.each * batch.weight).mean()
+        total.backward()  # type: ignore[no-untyped-call]
+        return loss, total.detach()
+    optimizer.zero_grad(set_to_none=True)
+    losses, shares, totals = [], [], []
+    for index in torch.arange(len(batch.weight)).tensor_split(pieces):
+        part = items(batch, index)
+        loss = algorithm.loss(net, target, part)
+        total = (loss.each * part.weight).sum() / len(batch.weight)
+        total.backward()  # type: ignore[no-untyped-call]
+        metrics = {name: value.detach() for name, value in loss.metrics.items()}
+        losses.append(Loss(loss.each.detach(), loss.priority.detach(), metrics))
+        shares.append(len(index) / len(batch.weight))
+        totals.append(total.detach())
+    each, priority = (torch.cat([getattr(loss, name) for loss in losses]) for name in ("each", "priority"))
+    means = {
+        name: torch.stack([share * loss.metrics[name] for share, loss in zip(shares, losses, strict=True)]).sum()
+        for name in losses[0].metrics
+    }
+    return Loss(each, priority, means), torch.stack(totals).sum()
 
 
 def update(
@@ -222,17 +297,22 @@ def shuffled(batch: Batch, epochs: int, minibatches: int) -> Iterator[Batch]:
     for _ in range(epochs):
         order = torch.randperm(size)
         for piece in order.tensor_split(minibatches):
-            index = piece.to(batch.action.device)
-            pick = lambda x, index=index: x.index_select(1, index)  # noqa: E731
-            yield batch._replace(
-                **{name: map_tree(pick, getattr(batch, name)) for name in Batch._fields[:6]},
-                weight=batch.weight[index],
-                key=batch.key[piece.numpy()],
-                version=batch.version[piece.numpy()],
-            )
+            yield items(batch, piece)
 
 
-def first_priorities(algorithm: Algorithm[Any], net: nn.Module, items: Items, device: torch.device) -> Array:
+def items(batch: Batch, which: torch.Tensor) -> Batch:
+    """Some items of a batch, by their index."""
+    index, on_host = which.to(batch.action.device), which.numpy()
+    return batch._replace(
+        **{name: map_tree(lambda x: x.index_select(1, index), getattr(batch, name)) for name in Batch._fields[:6]},
+        weight=batch.weight[index],
+        key=batch.key[on_host],
+        version=batch.version[on_host],
+        fresh=None if batch.fresh is None else batch.fresh[index],
+    )
+
+
+def first_priorities(algorithm: Algorithm[Any], net: nn.Module, fresh: Items, device: torch.device) -> Array:
     """Priorities of new items, by the loss that will set their later ones."""
     with torch.no_grad():
-        return algorithm.loss(net, net, fresh_batch(items, device)).priority.cpu().numpy()
+        return algorithm.loss(net, net, fresh_batch(fresh, device)).priority.cpu().numpy()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.algorithms.a3c import A3c
+from shoal.algorithms.impact import Impact
 from shoal.algorithms.impala import Impala
 from shoal.algorithms.ppo import Ppo
 from shoal.nets.actor_critic import ActorCriticArchitecture
@@ -19,7 +20,7 @@ NETWORKS = {
 
 @pytest.mark.parametrize("kind", ["discrete", "continuous"])
 @pytest.mark.parametrize("network", [*NETWORKS])
-@pytest.mark.parametrize("make", [A3c, Impala, Ppo])
+@pytest.mark.parametrize("make", [A3c, Impact, Impala, Ppo])
 def test_every_parameter_learns(specs, rollout, make, kind, network):
     algorithm = make(network=NETWORKS[network])
     net = algorithm.build(specs[kind])

@@ -7,6 +7,7 @@ import torch
 from pydantic import ValidationError
 
 from shoal.algorithms.a3c import A3c
+from shoal.algorithms.impact import Impact
 from shoal.algorithms.impala import Impala
 from shoal.algorithms.ppo import Ppo
 from shoal.core.types import ActionSpec, ArraySpec, Spec, Step, joint
@@ -26,7 +27,7 @@ NETWORK = ActorCriticArchitecture(hidden=(8,), lstm=6, previous=True)
 
 
 @pytest.mark.parametrize("kind", [*SPECS])
-@pytest.mark.parametrize("make", [Impala, Ppo, A3c])
+@pytest.mark.parametrize("make", [Impact, Impala, Ppo, A3c])
 def test_the_loss_sees_what_acting_saw(make, kind):
     torch.manual_seed(0)
     algorithm, spec = make(network=NETWORK, unroll=15), SPECS[kind]

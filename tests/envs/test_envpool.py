@@ -105,6 +105,14 @@ def test_time_runs_as_everywhere(pooled):
     assert steps[0].observation.dtype == np.float32
 
 
+def test_rewards_are_clipped_for_learning_and_not_in_scores(pooled):
+    pool = Pool("Hopper-v5", 1, 0, 5, {}, clip="soft_asymmetric")
+    pool.reset()
+    step = pool.step(np.zeros((1, pool.spec.action.size), np.float32))
+    assert pool.points[0] > 0
+    np.testing.assert_allclose(step.reward, 5 * np.tanh(pool.points), rtol=1e-6)
+
+
 def test_a_limit_cuts_episodes_and_says_so(pooled):
     pool = Pool("Hopper-v5", 1, 0, 5, {}, limit=4)
     played(pool, 4)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
-from shoal.losses.policy import approximate_kl, clipped_surrogate, outside, policy_gradient
+from shoal.losses.policy import approximate_kl, clipped_surrogate, implied_kl, outside, policy_gradient
 
 
 def test_policy_gradient_pushes_the_log_probability_by_the_advantage():
@@ -50,3 +51,18 @@ def test_clipped_surrogate_takes_the_advantage_as_given():
     clipped_surrogate(log_ratio, advantage, 0.2).sum().backward()
     torch.testing.assert_close(log_ratio.grad, -torch.ones(1, 2))
     assert advantage.grad is None
+
+
+@pytest.mark.parametrize("rho_bar", [0.5, 1.0, 2.0])
+def test_implied_kl_is_from_the_policy_that_vtrace_evaluates(rho_bar):
+    """Eq. (3) of arXiv:1909.11583, state by state and action by action."""
+    pi, mu = np.random.default_rng(0).dirichlet(np.ones(4), (2, 30))
+    pi[0] = mu[0]
+    kl = implied_kl(torch.tensor(pi.T), torch.tensor(np.log(pi / mu).T), rho_bar)
+    for state in range(30):
+        implied = np.minimum(rho_bar * mu[state], pi[state])
+        implied /= implied.sum()
+        expected = sum(pi[state, a] * np.log(pi[state, a] / implied[a]) for a in range(4))
+        np.testing.assert_allclose(kl[state], expected, atol=1e-9)
+    if rho_bar >= 1:
+        assert abs(kl[0]) < 1e-9  # on policy, nothing is cut

@@ -10,7 +10,7 @@ import torch
 
 from shoal.core.errors import ShoalError
 from shoal.core.types import ActionSpec, joint
-from shoal.nets.heads import Categorical, Gaussian, Joint, make_head
+from shoal.nets.heads import Categorical, Gaussian, Joint, make_head, outcomes
 from shoal.nets.masks import split_mask
 
 BOUNDED = ActionSpec(2, (-2.0, 0.0), (2.0, 10.0))
@@ -239,3 +239,16 @@ def test_a_spread_may_depend_on_the_state():
     assert extreme.max() == 2
     _, same = make_head(5, BOUNDED, "clipped")(torch.randn(50, 5)).chunk(2, -1)
     assert (same == 0).all()
+
+
+def test_outcomes_average_to_the_kl_where_they_are_listed_and_where_they_are_drawn(categorical):
+    head, policy = categorical
+    other = torch.randn(2, 4).log_softmax(-1)
+    chance, log_ratio = outcomes(head, policy, other)
+    torch.testing.assert_close((chance * log_ratio).sum(0), head.kl(policy, other))
+    torch.manual_seed(0)
+    gaussian = Gaussian(3, BOUNDED, squashed=True)
+    near, far = gaussian_policy([0.0, 0.1], [0.5, 0.6]), gaussian_policy([0.2, 0.0], [0.6, 0.5])
+    chance, log_ratio = outcomes(gaussian, near.expand(500, 4), far.expand(500, 4))
+    torch.testing.assert_close(chance.sum(0), torch.ones(500))
+    torch.testing.assert_close((chance * log_ratio).sum(0).mean(), gaussian.kl(near, far), rtol=0.05, atol=0)
