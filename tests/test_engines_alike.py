@@ -41,10 +41,11 @@ LOCKSTEP: dict[str, Any] = {
     },
     "sac": {"batch": 8, "quantiles": 4, "drop": 1, "replay": KEPT, "network": PLAIN},
     "td3": {"batch": 8, "replay": KEPT, "network": {**PLAIN, "torso": "simba", "normalise_observation": True}},
+    "fasttd3": {"batch": 8, "replay": KEPT, "network": PLAIN},
     "d4pg": {"batch": 8, "replay": KEPT, "network": PLAIN},
     "apex_dpg": {"batch": 8, "target_every": 20, "replay": KEPT, "network": PLAIN},
 }
-CONTINUOUS = ("sac", "td3", "d4pg", "apex_dpg")
+CONTINUOUS = ("sac", "td3", "fasttd3", "d4pg", "apex_dpg")
 
 
 @pytest.mark.parametrize(

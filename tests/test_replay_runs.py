@@ -31,8 +31,15 @@ def test_cartpole_is_learned(config: str, quantiles: int, target: int, tmp_path:
 @pytest.mark.parametrize("engine", ["inline", "processes"])
 @pytest.mark.parametrize(
     ("config", "changes"),
-    [("sac", {}), ("td3", {}), ("apex_dpg", {}), ("d4pg", {}), ("d4pg", {"atoms": None, "quantiles": 25})],
-    ids=["sac", "td3", "apex_dpg", "d4pg-atoms", "d4pg-quantiles"],
+    [
+        ("sac", {}),
+        ("td3", {}),
+        ("fasttd3", {}),
+        ("apex_dpg", {}),
+        ("d4pg", {}),
+        ("d4pg", {"atoms": None, "quantiles": 25}),
+    ],  # fmt: skip
+    ids=["sac", "td3", "fasttd3", "apex_dpg", "d4pg-atoms", "d4pg-quantiles"],
 )
 def test_pendulum_is_learned(config: str, changes: dict[str, Any], engine: str, tmp_path: Path) -> None:
     settings = {f"algorithm.{name}": value for name, value in changes.items()}
@@ -101,7 +108,7 @@ ALGORITHMS["ngu"] = {**ALGORITHMS["r2d2"], "name": "ngu", "arms": 3}
 PLAIN = {"hidden": [16], "critic_hidden": [16], "normalise_observation": True}
 CONTINUOUS: dict[str, Any] = {
     name: {"name": name, "batch": 8, "n": 2, "replay": {**KEPT, "samples_per_insert": 8}, "network": PLAIN}
-    for name in ("sac", "td3", "d4pg", "apex_dpg")
+    for name in ("sac", "td3", "fasttd3", "d4pg", "apex_dpg")
 }
 ALGORITHMS |= CONTINUOUS
 SHORT = ("apex_dqn",)  # the others are alike on fewer engines

@@ -13,6 +13,7 @@ ALGORITHMS: dict[str, str] = {
     "apex_dqn": "shoal.algorithms.apex_dqn:ApexDqn",
     "d4pg": "shoal.algorithms.deterministic:D4pg",
     "dqn": "shoal.algorithms.dqn:Dqn",
+    "fasttd3": "shoal.algorithms.deterministic:FastTd3",
     "impact": "shoal.algorithms.impact:Impact",
     "impala": "shoal.algorithms.impala:Impala",
     "ngu": "shoal.algorithms.ngu:Ngu",
@@ -26,7 +27,7 @@ ALGORITHMS: dict[str, str] = {
 if TYPE_CHECKING:  # mypy checks that each is an algorithm, and which hooks it has
     from shoal.algorithms.a3c import A3c
     from shoal.algorithms.apex_dqn import ApexDqn
-    from shoal.algorithms.deterministic import ApexDpg, D4pg, Td3
+    from shoal.algorithms.deterministic import ApexDpg, D4pg, FastTd3, Td3
     from shoal.algorithms.dqn import Dqn
     from shoal.algorithms.impact import Impact
     from shoal.algorithms.impala import Impala
@@ -42,6 +43,7 @@ if TYPE_CHECKING:  # mypy checks that each is an algorithm, and which hooks it h
         ApexDqn,
         D4pg,
         Dqn,
+        FastTd3,
         Impact,
         Impala,
         Ngu,

@@ -1,4 +1,4 @@
-"""Policies of one action per state that climb their critics: Ape-X DPG, D4PG and TD3, as switches of one algorithm."""
+"""Policies of one action per state that climb their critics: TD3, FastTD3, D4PG and Ape-X DPG, by switches of one."""
 
 from __future__ import annotations
 
@@ -41,8 +41,19 @@ class Td3(Settings):
         gt=0,
         description="That of the most careful environment's; those between have steps of one factor; null: the same.",
     )
+    noise_drawn: bool = Field(
+        False,
+        description="Whether an environment draws that of its noise for each episode, evenly between the two, instead "
+        "of having the one of its rank.",
+    )
     smoothing: float = Field(0.2, ge=0, description="Standard deviation of the noise on the targets' actions.")
     smoothing_most: float = Field(0.5, gt=0, description="Most noise on a target's action.")
+    target_policy: bool = Field(
+        True, description="Whether the targets' actions are the target network's; else they are the policy's own."
+    )
+    climb: Literal["first", "min"] = Field(
+        "first", description="Which value the policy climbs: that of the first critic, or of the lowest."
+    )
     policy_every: int = Field(2, ge=1, description="Updates of the critics per update of the policy.")
     target_every: int = Field(2, ge=1, description="Updates between moves of the target network.")
     tau: float = Field(0.005, gt=0, le=1, description="How far the target network then moves; 1: it is a copy.")
@@ -87,15 +98,14 @@ class Td3(Settings):
         return make_adam(net, self.lr.now, self.policy_rate, self.optimizer_epsilon, self.weight_decay)
 
     def begin(self, net: ContinuousNetwork, size: int) -> dict[str, Tensor]:
-        """Nothing is carried."""
-        return {}
+        """The noise of each environment, where it is drawn."""
+        return {"spread": torch.zeros(size, device=net.reach.device)} if self.noise_drawn else {}
 
-    def act(self, net: ContinuousNetwork, step: Step, carry: Any, rank: Tensor | None) -> Act:
-        """Take the policy's action, with noise by rank; before the first update anything goes."""
+    def act(self, net: ContinuousNetwork, step: Step, carry: dict[str, Tensor], rank: Tensor | None) -> Act:
+        """Take the policy's action, with noise by rank or as drawn; before the first update anything goes."""
         action = net.best(net.inputs(step.observation))
         if rank is not None:
-            least = self.noise if self.noise_least is None else self.noise_least
-            spread = self.noise ** (1 - rank) * least**rank
+            spread, carry = self._spread(step.first, carry, rank)
             action = net.explored(action + spread.unsqueeze(-1) * torch.randn_like(action))
         return Act(net.outside(action), {}, carry)
 
@@ -103,6 +113,15 @@ class Td3(Settings):
         """The value of the policy's action, for recordings of episodes."""
         inputs = net.inputs(step.observation)
         return {"q": net.worth(inputs, net.best(inputs), self.combine == "min" and not self.drop)}
+
+    def _spread(self, first: Tensor, carry: dict[str, Tensor], rank: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The standard deviations [B] of the noise, and what is carried on of them."""
+        least = self.noise if self.noise_least is None else self.noise_least
+        if not self.noise_drawn:
+            return self.noise ** (1 - rank) * least**rank, carry
+        drawn = least + (self.noise - least) * torch.rand_like(rank)
+        spread = torch.where(first, drawn, carry["spread"])
+        return spread, {"spread": spread}
 
     def prepare(self, net: ContinuousNetwork, batch: Batch) -> Batch:
         """Count the update, and update running statistics."""
@@ -113,7 +132,7 @@ class Td3(Settings):
         """Return the losses of the critics and of the policy (arXiv:1802.09477, algorithm 1)."""
         inputs = net.seen(batch)
         with torch.no_grad():
-            action = target.policy(inputs[1])
+            action = (target if self.target_policy else net).policy(inputs[1])
             if self.smoothing:
                 noise = self.smoothing * torch.randn_like(action)
                 action = (action + noise.clamp(-self.smoothing_most, self.smoothing_most)).clamp(-1.0, 1.0)
@@ -121,7 +140,8 @@ class Td3(Settings):
         each, priority, metrics = critic_loss(net, target, batch, *terms)
         if torch.is_grad_enabled() and net.due(self.policy_every):  # an actor wants priorities only
             # One critic is enough to climb: section 4.2.
-            value = net.means(net.judge(inputs[0], net.policy(inputs[0]), constant=True, first=1))[0]
+            first = 1 if self.climb == "first" else None
+            value = net.means(net.judge(inputs[0], net.policy(inputs[0]), constant=True, first=first)).amin(0)
             each = each - value
             metrics["policy_loss"] = -value.mean().detach()
         return Loss(each, priority, metrics)
@@ -132,6 +152,32 @@ def instead(name: str, default: Any) -> Any:
     field = copy.copy(Td3.model_fields[name])
     field.default = default
     return field
+
+
+class FastTd3(Td3):
+    """TD3 for very many environments and large batches; defaults follow arXiv:2505.22642, for 128 environments."""
+
+    lr: Schedule = instead("lr", Schedule(start=3e-4, shape="constant"))
+    batch: int | None = instead("batch", 32_768)
+    atoms: int | None = instead("atoms", 101)
+    support: tuple[float, float] = instead("support", (-250.0, 250.0))
+    noise: float = instead("noise", 0.4)
+    noise_least: float | None = instead("noise_least", 0.001)
+    noise_drawn: bool = instead("noise_drawn", True)
+    smoothing: float = instead("smoothing", 0.001)
+    target_policy: bool = instead("target_policy", False)
+    climb: Literal["first", "min"] = instead("climb", "min")
+    target_every: int = instead("target_every", 1)
+    tau: float = instead("tau", 0.1)
+    # Per environment 51,200 items, 10 of them before the first update; two updates per step of all.
+    replay: Replaying = instead(
+        "replay", Replaying(capacity=128 * 51_200, minimum=1_280, alpha=0.0, samples_per_insert=512.0)
+    )
+    weight_decay: float = instead("weight_decay", 0.1)
+    network: ContinuousArchitecture = instead(
+        "network",
+        ContinuousArchitecture(hidden=(512, 256, 128), critic_hidden=(1024, 512, 256), normalise_observation=True),
+    )
 
 
 class D4pg(Td3):

@@ -284,9 +284,13 @@ def critic_loss(
             each = priority = quantile_huber(outputs, goals)
     else:
         with torch.no_grad():
-            chance = future.softmax(-1)
-            chance = lowest(chance, net.means(future)) if combine == "min" else chance.mean(0)
-            wanted = project(net.support, earned + discount * (net.support + extra), chance)
+            chance, goals = future.softmax(-1), earned + discount * (net.support + extra)
+            if combine == "min":  # by means as they are once what lies beyond the support is moved to its ends
+                bounded = goals.clamp(net.support[0], net.support[-1])
+                chance = lowest(chance, torch.linalg.vecdot(chance, bounded))
+            else:
+                chance = chance.mean(0)
+            wanted = project(net.support, goals, chance)
         log_chance = outputs.log_softmax(-1)
         each = -(wanted * log_chance).sum(-1)
         priority = each - torch.special.entr(wanted).sum(-1)  # the divergence: 0 where both agree

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.algorithms.deterministic import ApexDpg, D4pg, Td3
+from shoal.algorithms.deterministic import ApexDpg, D4pg, FastTd3, Td3
 from shoal.algorithms.sac import Sac
 from shoal.core.settings import Schedule
 from shoal.core.types import ActionSpec, ArraySpec, NStep, Spec, Step
@@ -146,9 +146,9 @@ def test_critics_learn_the_papers_targets_whatever_the_ending(n: int, combine: s
         future, outputs = ask(target, then, policy_of(target, then)), ask(net, now, action)
         if kind == "atoms":
             support = np.linspace(-2, 2, 7)
-            chances = np.array([softmax(one) for one in future])
-            chance = chances[(chances @ support).argmin()] if combine == "min" else chances.mean(0)
-            wanted = slow_projection(support, total + factor * support, chance)
+            chances = [softmax(one) for one in future]
+            projected = np.array([slow_projection(support, total + factor * support, one) for one in chances])
+            wanted = projected[(projected @ support).argmin()] if combine == "min" else projected.mean(0)
             each = sum(-(wanted * np.log(softmax(one))).sum() for one in outputs)
         else:
             if kind == "dropped":
@@ -168,8 +168,31 @@ def test_critics_learn_the_papers_targets_whatever_the_ending(n: int, combine: s
     assert endings == {True, False}
 
 
-def test_the_policy_climbs_the_first_critic() -> None:
-    algorithm = Td3(gamma=GAMMA, policy_every=1, network=SMALL)
+def test_a_target_takes_the_whole_distribution_of_the_critic_with_the_smaller_mean() -> None:
+    """arXiv:2505.22642, section 2: of both, after the projection, for actions of the policy that is learning."""
+    algorithm = FastTd3(gamma=GAMMA, atoms=7, support=(-1.0, 1.0), smoothing=0.0, network=SMALL)
+    net, target = make_nets(algorithm)
+    stream, support, which = Stream(1), np.linspace(-1, 1, 7), {"moved": set(), "unmoved": set()}
+    for batch, item in every_item(stream):
+        with torch.no_grad():
+            loss = algorithm.loss(net, target, batch)
+        total, factor, action, then = stream.transition(batch.observation[0, item], 1)
+        future = [softmax(one) for one in ask(target, then, policy_of(net, then))]
+        projected = np.array([slow_projection(support, total + factor * support, one) for one in future])
+        wanted = projected[chosen := int((projected @ support).argmin())]
+        outputs = ask(net, batch.observation[0, item].numpy(), action)
+        each = sum(-(wanted * np.log(softmax(one))).sum() for one in outputs)
+        np.testing.assert_allclose(loss.each[item], each, rtol=2e-4, atol=1e-5)
+        if factor:
+            moved = chosen != int((np.array(future) @ support).argmin())
+            which["moved" if moved else "unmoved"].add(chosen)
+    assert which["unmoved"] == {0, 1}
+    assert which["moved"]  # what lies beyond the support decides, now and then
+
+
+@pytest.mark.parametrize("climb", ["first", "min"])
+def test_the_policy_climbs_the_first_critic_or_the_lowest(climb: Any) -> None:
+    algorithm = Td3(gamma=GAMMA, policy_every=1, climb=climb, network=SMALL)
     net, target = make_nets(algorithm)
     batch = Stream(1).batches[0]
     torch.manual_seed(0)
@@ -178,7 +201,8 @@ def test_the_policy_climbs_the_first_critic() -> None:
     torch.manual_seed(0)
     loss = algorithm.loss(net, target, batch)
     for item, observation in enumerate(batch.observation[0].numpy()):
-        value = ask(net, observation, policy_of(net, observation))[0, 0]
+        values = ask(net, observation, policy_of(net, observation))[:, 0]
+        value = values[0] if climb == "first" else values.min()
         np.testing.assert_allclose((without[item] - loss.each[item]).item(), value, rtol=1e-4, atol=1e-5)
     (loss.each - without).sum().backward()
     climbed = {name.partition(".")[0] for name, part in net.named_parameters() if part.grad is not None}
@@ -293,6 +317,21 @@ def test_noise_falls_from_the_boldest_environment_to_the_most_careful() -> None:
     spreads = action.view(3, size, 2).flatten(1).std(1)
     np.testing.assert_allclose(spreads, [0.4, 0.2, 0.1], rtol=0.1)
     assert torch.equal(net.inside(algorithm.act(net, step, {}, None).action), torch.zeros(3 * size, 2))
+
+
+def test_noise_may_be_drawn_for_each_episode() -> None:
+    algorithm = FastTd3(noise=0.4, noise_least=0.2, network=SMALL)
+    net, size, rank = algorithm.build(SPEC), 500, torch.zeros(500)
+    carry, spreads = algorithm.begin(net, size), []
+    for first in (True, False, True):
+        step = Step(torch.zeros(size, 4), torch.zeros(size), torch.ones(size), torch.full((size,), first))
+        carry = algorithm.act(net, step, carry, rank).carry
+        spreads.append(carry["spread"])
+    assert torch.equal(spreads[0], spreads[1])
+    assert not (spreads[1] == spreads[2]).any()
+    for drawn in spreads:
+        assert 0.2 <= drawn.min() < 0.21 < 0.39 < drawn.max() <= 0.4
+        assert drawn.mean() == pytest.approx(0.3, abs=0.02)
 
 
 @pytest.mark.parametrize("algorithm", [D4pg(network=SMALL), ApexDpg(network=SMALL)], ids=["atoms", "values"])

@@ -18,6 +18,7 @@ from shoal.losses.q_values import (
     quantile_huber,
     rescale,
     retrace_targets,
+    share_with_all,
     unscale,
 )
 
@@ -245,3 +246,8 @@ def test_projection_is_the_papers():
     expected = [slow_project(support, *pair) for pair in zip(goals, chances, strict=True)]
     np.testing.assert_allclose(found, expected, atol=1e-12)
     np.testing.assert_allclose(found.sum(-1), 1.0)
+    place = (torch.tensor(goals).clamp(-2.0, 3.0) + 2.0) / 0.5
+    np.testing.assert_allclose(share_with_all(place, torch.tensor(chances)), found, atol=1e-12)  # as on a GPU
+    goals[0, 3] = np.nan  # which must reach the loss, where it is refused
+    spoilt = project(*(torch.tensor(each) for each in (support, goals, chances))).sum(-1)
+    assert spoilt.isnan().tolist() == [True] + [False] * (len(goals) - 1)
