@@ -40,12 +40,20 @@ LOCKSTEP: dict[str, Any] = {
         "network": {**SMALL, "lstm": 8},
     },
     "sac": {"batch": 8, "quantiles": 4, "drop": 1, "replay": KEPT, "network": PLAIN},
+    "recurrent sac": {
+        "name": "sac",
+        "batch": 4,
+        "n": 2,
+        "sequences": {"unroll": 6, "burn_in": 2, "overlap": 4},
+        "replay": {**KEPT, "minimum": 10, "chunk": 2},
+        "network": {**PLAIN, "lstm": 8},
+    },
     "td3": {"batch": 8, "replay": KEPT, "network": {**PLAIN, "torso": "simba", "normalise_observation": True}},
     "fasttd3": {"batch": 8, "replay": KEPT, "network": PLAIN},
     "d4pg": {"batch": 8, "replay": KEPT, "network": PLAIN},
     "apex_dpg": {"batch": 8, "target_every": 20, "replay": KEPT, "network": PLAIN},
 }
-CONTINUOUS = ("sac", "td3", "fasttd3", "d4pg", "apex_dpg")
+CONTINUOUS = ("sac", "recurrent sac", "td3", "fasttd3", "d4pg", "apex_dpg")
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_cartpole_is_learned(config: str, quantiles: int, target: int, tmp_path:
         ("apex_dpg", {}),
         ("d4pg", {}),
         ("d4pg", {"atoms": None, "quantiles": 25}),
-    ],  # fmt: skip
+    ],
     ids=["sac", "td3", "fasttd3", "apex_dpg", "d4pg-atoms", "d4pg-quantiles"],
 )
 def test_pendulum_is_learned(config: str, changes: dict[str, Any], engine: str, tmp_path: Path) -> None:
@@ -59,6 +59,15 @@ def test_memory_is_for_r2d2_and_not_for_dqn(tmp_path: Path) -> None:
     changes = {"algorithm": {"name": "dqn", "lr": 1e-3, "replay": {"minimum": 200, "samples_per_insert": 8}}}
     dqn = shoal.train(CONFIGS / "r2d2_memory.yaml", tmp_path / "dqn", **changes, steps=14_000)
     assert dqn.summary["best_evaluation"] < 0.6  # guessing gives 0 ± 0.16 over 40 episodes
+
+
+@pytest.mark.long
+def test_a_hidden_velocity_is_for_a_memory(tmp_path: Path) -> None:
+    assert shoal.train(CONFIGS / "sac_memory_pendulum.yaml", tmp_path / "lstm").solved
+    plain = {"batch": 128, "replay": {"minimum": 1_000, "capacity": 100_000, "samples_per_insert": 128}}
+    changes = {"algorithm": {**plain, "network": {"lstm": 0}}, "steps": 12_000}
+    without = shoal.train(CONFIGS / "sac_memory_pendulum.yaml", tmp_path / "plain", **changes)
+    assert without.summary["best_evaluation"] < -500  # a random policy has about -1200
 
 
 @pytest.mark.long
@@ -110,6 +119,14 @@ CONTINUOUS: dict[str, Any] = {
     name: {"name": name, "batch": 8, "n": 2, "replay": {**KEPT, "samples_per_insert": 8}, "network": PLAIN}
     for name in ("sac", "td3", "fasttd3", "d4pg", "apex_dpg")
 }
+SEQUENCES = {"unroll": 6, "burn_in": 3, "overlap": 4}
+CONTINUOUS["recurrent sac"] = {
+    **CONTINUOUS["sac"],
+    "sequences": SEQUENCES,
+    "replay": {**KEPT, "minimum": 10},
+    "network": {**PLAIN, "lstm": 8},
+}
+CONTINUOUS["recurrent td3"] = {**CONTINUOUS["recurrent sac"], "name": "td3", "actor_priorities": True}
 ALGORITHMS |= CONTINUOUS
 SHORT = ("apex_dqn",)  # the others are alike on fewer engines
 

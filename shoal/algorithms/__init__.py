@@ -63,7 +63,7 @@ if TYPE_CHECKING:  # mypy checks that each is an algorithm, and which hooks it h
     _replay_ratio: tuple[type[algorithm.HasReplayRatio], ...] = (A3c,)
     _actor_priorities: tuple[type[algorithm.HasActorPriorities], ...] = (ApexDqn, Dqn, Ngu, R2d2, Sac, Td3)
     _capture: tuple[type[algorithm.HasCapture], ...] = (ApexDqn, Dqn)
-    _reward: tuple[type[algorithm.HasRewardInput], ...] = (A3c, Impact, Impala, Ngu, Ppo, R2d2)
+    _reward: tuple[type[algorithm.HasRewardInput], ...] = (A3c, Impact, Impala, Ngu, Ppo, R2d2, Sac, Td3)
     _topology: tuple[type[algorithm.HasTopology], ...] = (A3c,)
     _values: tuple[type[algorithm.HasValues], ...] = (Sac, Td3)
     _parts: tuple[type[algorithm.HasParts], ...] = (Ngu,)

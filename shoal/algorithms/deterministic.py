@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.core.settings import Replaying, Schedule, Settings
-from shoal.core.types import Act, Batch, Loss, NStep, Spec, Step
+from shoal.core.types import Act, Batch, Loss, NStep, Sequence, Spec, Step
 from shoal.nets.continuous import ContinuousArchitecture, ContinuousNetwork, critic_loss, make_adam
+from shoal.nets.transitions import Sequences, transitions
 
 
 class Td3(Settings):
@@ -64,6 +65,7 @@ class Td3(Settings):
     actor_priorities: bool = Field(
         False, description="Whether actors compute the priority of new items; else it is the highest so far."
     )
+    sequences: Sequences = Field(Sequences(), description="How experience is cut where the network has an lstm.")
     clip_norm: float | None = Field(None, gt=0, description="Largest gradient norm; null: unlimited.")
     optimizer_epsilon: float = Field(1e-8, gt=0, description="Added to Adam's denominator.")
     weight_decay: float = Field(0.0, ge=0, description="Weight decay, apart from Adam's moments (AdamW).")
@@ -84,9 +86,14 @@ class Td3(Settings):
         return self
 
     @property
-    def experience(self) -> NStep:
-        """n-step transitions."""
-        return NStep(self.n, self.gamma)
+    def experience(self) -> NStep | Sequence:
+        """n-step transitions, or sequences for a memory."""
+        return self.sequences.experience(self.network.lstm, self.n, self.gamma)
+
+    @property
+    def sees_reward(self) -> bool:
+        """Whether the network sees the reward of the last action."""
+        return self.network.lstm > 0
 
     def build(self, spec: Spec) -> ContinuousNetwork:
         """Make the networks."""
@@ -98,20 +105,22 @@ class Td3(Settings):
         return make_adam(net, self.lr.now, self.policy_rate, self.optimizer_epsilon, self.weight_decay)
 
     def begin(self, net: ContinuousNetwork, size: int) -> dict[str, Tensor]:
-        """The noise of each environment, where it is drawn."""
-        return {"spread": torch.zeros(size, device=net.reach.device)} if self.noise_drawn else {}
+        """What a memory carries, and the noise of each environment, where it is drawn."""
+        drawn = {"spread": torch.zeros(size, device=net.reach.device)} if self.noise_drawn else {}
+        return net.begin(size) | drawn
 
     def act(self, net: ContinuousNetwork, step: Step, carry: dict[str, Tensor], rank: Tensor | None) -> Act:
         """Take the policy's action, with noise by rank or as drawn; before the first update anything goes."""
-        action = net.best(net.inputs(step.observation))
+        inputs, record, carry = net.look(step, carry)
+        action = net.best(inputs)
         if rank is not None:
             spread, carry = self._spread(step.first, carry, rank)
             action = net.explored(action + spread.unsqueeze(-1) * torch.randn_like(action))
-        return Act(net.outside(action), {}, carry)
+        return net.take(action, record, carry)
 
-    def values(self, net: ContinuousNetwork, step: Step, carry: Any) -> dict[str, Tensor]:
+    def values(self, net: ContinuousNetwork, step: Step, carry: dict[str, Tensor]) -> dict[str, Tensor]:
         """The value of the policy's action, for recordings of episodes."""
-        inputs = net.inputs(step.observation)
+        inputs, *_ = net.look(step, carry)
         return {"q": net.worth(inputs, net.best(inputs), self.combine == "min" and not self.drop)}
 
     def _spread(self, first: Tensor, carry: dict[str, Tensor], rank: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -121,7 +130,7 @@ class Td3(Settings):
             return self.noise ** (1 - rank) * least**rank, carry
         drawn = least + (self.noise - least) * torch.rand_like(rank)
         spread = torch.where(first, drawn, carry["spread"])
-        return spread, {"spread": spread}
+        return spread, {**carry, "spread": spread}
 
     def prepare(self, net: ContinuousNetwork, batch: Batch) -> Batch:
         """Count the update, and update running statistics."""
@@ -130,21 +139,21 @@ class Td3(Settings):
 
     def loss(self, net: ContinuousNetwork, target: ContinuousNetwork, batch: Batch) -> Loss:
         """Return the losses of the critics and of the policy (arXiv:1802.09477, algorithm 1)."""
-        inputs = net.seen(batch)
+        steps = transitions(net, target, batch, self.sequences, self.n, self.gamma)
         with torch.no_grad():
-            action = (target if self.target_policy else net).policy(inputs[1])
+            action = target.policy(steps.judged) if self.target_policy else net.policy(steps.then)
             if self.smoothing:
                 noise = self.smoothing * torch.randn_like(action)
                 action = (action + noise.clamp(-self.smoothing_most, self.smoothing_most)).clamp(-1.0, 1.0)
-        terms = inputs, action, self.gamma, self.combine, self.drop
-        each, priority, metrics = critic_loss(net, target, batch, *terms)
+        each, priority, metrics = critic_loss(net, target, steps, action, self.combine, self.drop)
         if torch.is_grad_enabled() and net.due(self.policy_every):  # an actor wants priorities only
             # One critic is enough to climb: section 4.2.
             first = 1 if self.climb == "first" else None
-            value = net.means(net.judge(inputs[0], net.policy(inputs[0]), constant=True, first=first)).amin(0)
+            now = steps.now.detach()
+            value = net.means(net.judge(now, net.policy(now), constant=True, first=first)).amin(0)
             each = each - value
             metrics["policy_loss"] = -value.mean().detach()
-        return Loss(each, priority, metrics)
+        return steps.loss(each, priority, metrics, self.sequences.eta)
 
 
 def instead(name: str, default: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.core.settings import Replaying, Schedule, Settings
-from shoal.core.types import Act, Batch, Loss, NStep, Spec, Step
+from shoal.core.types import Act, Batch, Loss, NStep, Sequence, Spec, Step
 from shoal.nets.continuous import ContinuousArchitecture, ContinuousNetwork, critic_loss, make_adam
+from shoal.nets.transitions import Sequences, transitions
 
 
 class Sac(Settings):
@@ -44,6 +45,7 @@ class Sac(Settings):
     actor_priorities: bool = Field(
         False, description="Whether actors compute the priority of new items; else it is the highest so far."
     )
+    sequences: Sequences = Field(Sequences(), description="How experience is cut where the network has an lstm.")
     clip_norm: float | None = Field(None, gt=0, description="Largest gradient norm; null: unlimited.")
     optimizer_epsilon: float = Field(1e-8, gt=0, description="Added to Adam's denominator.")
     weight_decay: float = Field(0.0, ge=0, description="Weight decay, apart from Adam's moments (AdamW).")
@@ -61,9 +63,14 @@ class Sac(Settings):
         return self.combine == "min" and not self.drop
 
     @property
-    def experience(self) -> NStep:
-        """n-step transitions."""
-        return NStep(self.n, self.gamma)
+    def experience(self) -> NStep | Sequence:
+        """n-step transitions, or sequences for a memory."""
+        return self.sequences.experience(self.network.lstm, self.n, self.gamma)
+
+    @property
+    def sees_reward(self) -> bool:
+        """Whether the network sees the reward of the last action."""
+        return self.network.lstm > 0
 
     def build(self, spec: Spec) -> ContinuousNetwork:
         """Make the networks."""
@@ -74,18 +81,18 @@ class Sac(Settings):
         return make_adam(net, self.lr.now, self.policy_rate, self.optimizer_epsilon, self.weight_decay)
 
     def begin(self, net: ContinuousNetwork, size: int) -> dict[str, Tensor]:
-        """Nothing is carried."""
-        return {}
+        """What a memory carries."""
+        return net.begin(size)
 
-    def act(self, net: ContinuousNetwork, step: Step, carry: Any, rank: Tensor | None) -> Act:
+    def act(self, net: ContinuousNetwork, step: Step, carry: dict[str, Tensor], rank: Tensor | None) -> Act:
         """Draw from the policy; an evaluation takes its mode, and before the first update anything goes."""
-        inputs = net.inputs(step.observation)
+        inputs, record, carry = net.look(step, carry)
         action = net.best(inputs) if rank is None else net.explored(net.drawn(inputs)[0])
-        return Act(net.outside(action), {}, carry)
+        return net.take(action, record, carry)
 
-    def values(self, net: ContinuousNetwork, step: Step, carry: Any) -> dict[str, Tensor]:
+    def values(self, net: ContinuousNetwork, step: Step, carry: dict[str, Tensor]) -> dict[str, Tensor]:
         """The value of the policy's action, for recordings of episodes."""
-        inputs = net.inputs(step.observation)
+        inputs, *_ = net.look(step, carry)
         return {"q": net.worth(inputs, net.best(inputs), self._cautious)}
 
     def prepare(self, net: ContinuousNetwork, batch: Batch) -> Batch:
@@ -96,19 +103,19 @@ class Sac(Settings):
     def loss(self, net: ContinuousNetwork, target: ContinuousNetwork, batch: Batch) -> Loss:
         """Return the losses of the critics (eq. 5 and 6), of the policy (eq. 7) and of the temperature (eq. 18)."""
         assert net.log_temperature is not None
-        inputs = net.seen(batch)
+        steps = transitions(net, target, batch, self.sequences, self.n, self.gamma)
         temperature = net.log_temperature.exp()
         with torch.no_grad():
-            action, log_prob = net.drawn(inputs[1])
+            action, log_prob = net.drawn(steps.then)
             bonus = -temperature * log_prob
-        terms = inputs, action, self.gamma, self.combine, self.drop, bonus
-        each, priority, metrics = critic_loss(net, target, batch, *terms)
+        each, priority, metrics = critic_loss(net, target, steps, action, self.combine, self.drop, bonus)
         metrics["temperature"] = temperature.detach()
         if torch.is_grad_enabled() and net.due(self.policy_every):  # an actor wants priorities only
-            action, log_prob = net.drawn(inputs[0])
-            value = net.worth(inputs[0], action, self._cautious, constant=True)
+            now = steps.now.detach()
+            action, log_prob = net.drawn(now)
+            value = net.worth(now, action, self._cautious, constant=True)
             surplus = (log_prob + self.entropy * action.shape[-1]).detach()
             policy_loss = temperature.detach() * log_prob - value
             each = each + policy_loss - temperature * surplus
             metrics |= {"policy_loss": policy_loss.mean().detach(), "entropy": -log_prob.mean().detach()}
-        return Loss(each, priority, metrics)
+        return steps.loss(each, priority, metrics, self.sequences.eta)

@@ -87,17 +87,23 @@ def n_step_targets(reward: Tensor, discount: Tensor, bootstrap: Tensor, last: Te
     action at every observation. `last` [T, B] is True where the run of rewards must stop after this step: there, and
     at the sequence's end, the return bootstraps early from the observation it has reached.
     """
+    total, factor, ahead = look_ahead(reward, discount, last, n)
+    return total + factor * bootstrap.gather(0, ahead)
+
+
+def look_ahead(reward: Tensor, discount: Tensor, last: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The rewards of n steps [T, B], the discount of what comes then, and the instant up to T at which it does."""
     length = len(reward)
-    total, factor = torch.zeros_like(reward), torch.ones_like(reward)
-    going, value = torch.ones_like(last), bootstrap[:-1].clone()
+    total, factor, going = torch.zeros_like(reward), torch.ones_like(reward), torch.ones_like(last)
+    ahead = torch.arange(length, device=last.device)[:, None].repeat(1, last.shape[1])
     for step in range(min(n, length)):
         still = length - step  # starts from which `step` steps stay within the sequence
         on = going[:still]
         total[:still] += torch.where(on, factor[:still] * reward[step:], 0.0)
         factor[:still] *= torch.where(on, discount[step:], 1.0)
-        value[:still] = torch.where(on, bootstrap[step + 1 : step + 1 + still], value[:still])
+        ahead[:still] += on
         going[:still] &= ~last[step:]
-    return total + factor * value
+    return total, factor, ahead
 
 
 def retrace_targets(

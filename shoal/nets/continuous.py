@@ -16,12 +16,14 @@ from torch.optim import AdamW, Optimizer
 from shoal.core.errors import Fatal
 from shoal.core.settings import Settings
 from shoal.core.tree import leaves, map_tree
-from shoal.core.types import Batch, Spec
+from shoal.core.types import Act, Batch, Spec, Step
 from shoal.losses.critics import lowest, truncated
 from shoal.losses.q_values import project, quantile_huber
 from shoal.nets.heads import Gaussian
+from shoal.nets.memory import Lstm, previous
 from shoal.nets.normalise import ObservationMoments
 from shoal.nets.torsos import Flat
+from shoal.nets.transitions import Transitions
 
 WIDER = 4  # how much wider a residual block is inside: arXiv:2410.09754, section 4
 LAST = 3e-3  # bound of the first weights of outputs, so that these begin near 0: arXiv:1509.02971, section 7
@@ -40,6 +42,7 @@ class ContinuousArchitecture(Settings):
         (256, 256), min_length=1, description="Units of each layer or block of a critic."
     )
     activation: Literal["tanh", "relu"] = Field("relu", description="Activation of an mlp.")
+    lstm: int = Field(0, ge=0, description="Units of an LSTM whose output policy and critics see, too; 0: no memory.")
     normalise_observation: bool = Field(False, description="Whether to bring observations to mean 0 and variance 1.")
 
 
@@ -166,6 +169,10 @@ class ContinuousNetwork(nn.Module):
         self.moments = ObservationMoments(spec.observation) if network.normalise_observation else None
         self.flats = nn.ModuleList(Flat(part.largest) for part in leaves(spec.observation))
         inputs, size = sum(math.prod(part.shape) for part in leaves(spec.observation)), spec.action.size
+        self.choices = spec.action.choices
+        # The critics teach the memory. It also sees the last action and its reward, as R2D2's does.
+        self.memory = Lstm(inputs + size + 1, network.lstm) if network.lstm else None
+        inputs += network.lstm
         self.torso = Towers(network, 1, inputs, network.hidden)
         stochastic = temperature is not None
         features = self.torso.features
@@ -184,6 +191,34 @@ class ContinuousNetwork(nn.Module):
             observation = self.moments(observation)
         pieces = [flat(part) for flat, part in zip(self.flats, leaves(observation), strict=True)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+
+    def forward(self, observation: Any, first: Tensor, state: Tensor, extra: Tensor) -> tuple[Tensor, Tensor]:
+        """What policy and critics see [T, B, inputs] of observations [T, B, ...], and the memory's state after them."""
+        assert self.memory is not None
+        seen = self.inputs(map_tree(lambda x: x.flatten(0, 1), observation)).view(*first.shape, -1)
+        remembered, state = self.memory(torch.cat([seen, extra], -1), first, state)
+        return torch.cat([seen, remembered], -1), state
+
+    def begin(self, size: int) -> dict[str, Tensor]:
+        """The first carry: the memory as `core`, the last action, between -1 and 1, as `action`."""
+        if self.memory is None:
+            return {}
+        action = torch.zeros(size, len(self.choices), device=self.reach.device)
+        return {"core": self.memory.initial_state(size), "action": action}
+
+    def look(self, step: Step, carry: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """What policy and critics see [B, inputs] of a step, what to record, and the carry with the new memory."""
+        if self.memory is None:
+            return self.inputs(step.observation), {}, carry
+        seen = previous(carry["action"], step.reward, step.first, self.choices)
+        observation = map_tree(lambda x: x.unsqueeze(0), step.observation)
+        inputs, core = self(observation, step.first.unsqueeze(0), carry["core"], seen.unsqueeze(0))
+        return inputs[0], {"core": carry["core"], "previous": seen}, {**carry, "core": core}
+
+    def take(self, action: Tensor, record: dict[str, Tensor], carry: dict[str, Tensor]) -> Act:
+        """Choose actions [B, A] between -1 and 1, which the memory sees at the next step."""
+        outside = self.outside(action)
+        return Act(outside, record, carry if self.memory is None else {**carry, "action": self.inside(outside)})
 
     def policy(self, inputs: Tensor) -> Tensor:
         """The policy [N, P] of inputs [N, inputs]: actions, or means and log standard deviations."""
@@ -249,24 +284,20 @@ class ContinuousNetwork(nn.Module):
 def critic_loss(
     net: ContinuousNetwork,
     target: ContinuousNetwork,
-    batch: Batch,
-    inputs: tuple[Tensor, Tensor],
+    steps: Transitions,
     action: Tensor,
-    gamma: float,
     combine: str,
     drop: int = 0,
     bonus: Tensor | float = 0.0,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The loss [B] of all critics towards the n-step value of the next actions [B, A], the priority [B], and metrics.
+    """The loss [N] of all critics towards the n-step value of the next actions [N, A], the priority [N], and metrics.
 
-    The inputs are those of both observations. The batch's discount holds γ for all but the last of the n steps, and 0
-    where the episode ended. A bonus [B] is added to the value of the next state.
+    A bonus [N] is added to the value of the next state.
     """
-    now, then = inputs
-    outputs = net.judge(now, net.inside(batch.action[0]))  # [critics, B, outputs]
+    outputs = net.judge(steps.now, steps.action)  # [critics, N, outputs]
     with torch.no_grad():
-        future = target.judge(then, action)
-        earned, discount = batch.reward[0, :, None], gamma * batch.discount[0, :, None]
+        future = target.judge(steps.judged, action)
+        earned, discount = steps.reward.unsqueeze(-1), steps.discount.unsqueeze(-1)
         extra = bonus.unsqueeze(-1) if isinstance(bonus, Tensor) else bonus
     if net.support is None:
         with torch.no_grad():
@@ -276,8 +307,8 @@ def critic_loss(
                 future = lowest(future, net.means(future))
             else:
                 future = future.mean(0) if future.shape[-1] == 1 else truncated(future, 0)
-            goals = earned + discount * (future + extra)  # [B, samples]
-        error = goals.mean(-1) - outputs.mean(-1)  # [critics, B]
+            goals = earned + discount * (future + extra)  # [N, samples]
+        error = goals.mean(-1) - outputs.mean(-1)  # [critics, N]
         if outputs.shape[-1] == 1:
             each, priority = 0.5 * error.square(), error.abs()
         else:
@@ -319,7 +350,10 @@ def check(spec: Spec) -> None:
 
 def make_adam(net: ContinuousNetwork, lr: float, policy_rate: float, epsilon: float, decay: float) -> Optimizer:
     """Adam for all at once; policy and temperature learn at a multiple of the learning rate, and weights may decay."""
-    acting = [part for name, part in net.named_parameters() if not name.startswith(("critics.", "values."))]
-    critics = [*net.critics.parameters(), *net.values.parameters()]
+    judging = ("critics.", "values.", "memory.")
+    critics, acting = (
+        [part for name, part in net.named_parameters() if name.startswith(judging) is judges]
+        for judges in (True, False)
+    )
     parts: list[dict[str, Any]] = [{"params": critics}, {"params": acting, "rate": policy_rate}]
     return AdamW(parts, lr, eps=epsilon, weight_decay=decay, fused=True)

@@ -268,8 +268,8 @@ def check_overlap(burn_in: int, unroll: int, overlap: int) -> None:
         )
 
 
-def unroll(net: QNetwork, batch: Batch, state: Tensor, extra: Tensor, burn_in: int) -> Tensor:
-    """Quantiles [T + 1, B, A, N] of a sequence; no gradient flows back into the steps that warm the memory up."""
+def unroll(net: nn.Module, batch: Batch, state: Tensor, extra: Tensor, burn_in: int) -> Tensor:
+    """What a recurrent network says [T + 1, B, ...]; no gradient flows back into the steps that warm its memory up."""
     if not burn_in:
         return net(batch.observation, batch.first, state, extra)[0]  # type: ignore[no-any-return]
     before, after = slice(None, burn_in), slice(burn_in, None)

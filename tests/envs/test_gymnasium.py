@@ -269,6 +269,24 @@ def test_a_module_may_offer_to_register_its_environments(tmp_path, monkeypatch):
         gymnasium.registry.pop("Pond-v0", None)
 
 
+def test_a_part_of_an_observation_is_hidden():
+    """The cosine and sine of a pendulum's angle stay, and its velocity is hidden."""
+    around = {"name": "shoal.envs.wrappers:Partial", "arguments": {"keep": [1, 0]}}
+    settings = Environment.model_validate({"id": "Pendulum-v1", "wrappers": [around]})
+    whole = make(Environment(id="Pendulum-v1"), 2, seed=3)
+    part = make(settings, 2, seed=3)
+    assert part.spec.observation.shape == (2,)
+    for _ in range(3):
+        seen, shown = (envs.step(np.ones((2, 1), np.float32)).observation for envs in (whole, part))
+        np.testing.assert_array_equal(shown, seen[:, [1, 0]])
+    for places in ([], [0, 3], [-1], [True], ["a"]):
+        wrong = {**around, "arguments": {"keep": places}}
+        with pytest.raises(Fatal, match=r"Partial: keep must have places from 0 to 2, got"):
+            make(Environment.model_validate({"id": "Pendulum-v1", "wrappers": [wrong]}), 1, seed=0)
+    with pytest.raises(Fatal, match="observations that are a row of numbers, not Discrete"):
+        make(Environment.model_validate({"id": "FrozenLake-v1", "wrappers": [around]}), 1, seed=0)
+
+
 def test_a_text_is_left_out_by_a_wrapper():
     """MiniGrid shows a picture, a direction, and its mission in words."""
     id = "minigrid:MiniGrid-DoorKey-5x5-v0"
