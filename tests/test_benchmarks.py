@@ -14,6 +14,7 @@ import pytest
 from shoal.bench import BENCHMARKS, engines, learning, measuring, scale, soak
 from shoal.bench.tables import show
 from shoal.cli.main import main
+from shoal.experiment import load
 from tests.pace import seconds
 
 ROOT = Path(__file__).parents[1]
@@ -137,6 +138,14 @@ def test_learning_is_held_to_published_scores(command: Any, tmp_path: Path) -> N
     assert "`steps=600`" in page  # how it was run
     learning.write_page(tmp_path / "elsewhere", tmp_path / "docs" / "results.md")  # rows stay whose runs are gone
     assert (tmp_path / "docs" / "results.md").read_text() == page
+
+
+def test_every_task_is_a_config_with_changes_that_fit() -> None:
+    for name, task in learning.TASKS.items():
+        experiment = load(task.config, dict(change.split("=") for change in task.changes))
+        assert name.partition("-")[0] in (experiment.environment.id + task.config).lower()
+    tqc = learning.TASKS["ant-tqc"]
+    assert load(tqc.config, dict(change.split("=") for change in tqc.changes)).algorithm.drop == 2
 
 
 def test_an_unknown_task_is_refused_with_the_nearest(command: Any) -> None:

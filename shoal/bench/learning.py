@@ -36,12 +36,20 @@ def atari(config: str, game: str, reference: str, source: str) -> Task:
     return Task(config, reference, source, (f"environment.id=ALE/{game}-v5",))
 
 
+def mujoco(config: str, name: str, reference: str, source: str, *changes: str) -> Task:
+    """Another of MuJoCo's tasks by the config of HalfCheetah, as the papers have one for all."""
+    return Task(f"{config}_halfcheetah", f"{reference}, 1 M steps", source, (f"environment.id={name}-v5", *changes))
+
+
 CLEANRL = "[CleanRL](https://docs.cleanrl.dev)"
 SLM = "[SLM Lab](https://github.com/kengz/SLM-Lab/blob/master/docs/BENCHMARKS.md)"
 ZOO = "[SB3 zoo](https://github.com/DLR-RM/rl-baselines3-zoo/blob/master/benchmark.md), one run"
 GYMNASIUM = "[Gymnasium](https://gymnasium.farama.org/environments/classic_control/cart_pole/), the reward threshold"
 GYMNAX = "[gymnax](https://github.com/RobertTLange/gymnax), one run"
 RLLIB = "[RLlib](https://github.com/ray-project/rl-experiments)"
+TIANSHOU = "[Tianshou](https://github.com/thu-ml/tianshou/tree/master/examples/mujoco), v3, 10 seeds"
+RL_GAMES = "[rl_games](https://github.com/Denys88/rl_games/blob/master/docs/SAC_BENCHMARKS.md), training returns"
+TQC = ("algorithm.quantiles=25", "algorithm.drop=2")
 TASKS: dict[str, Task] = {
     "cartpole-ppo": Task("ppo_cartpole", "475", GYMNASIUM),
     "cartpole-impala": Task("impala_cartpole", "475", GYMNASIUM),
@@ -53,8 +61,25 @@ TASKS: dict[str, Task] = {
     "lunarlander-apex": Task("apex_dqn_lunarlander", "265.9, double DQN with priorities, 300 k steps", SLM),
     "pendulum-sac": Task("sac_pendulum", "-151, SAC, 20 k steps", ZOO),
     "pendulum-td3": Task("td3_pendulum", "-151, TD3, 20 k steps", ZOO),
+    "pendulum-fasttd3": Task("fasttd3_pendulum", "-151, TD3, 20 k steps", ZOO),
     "pendulum-d4pg": Task("d4pg_pendulum", "-151, TD3, 20 k steps", ZOO),
     "pendulum-apex": Task("apex_dpg_pendulum", "-151, TD3, 20 k steps", ZOO),
+    "halfcheetah-sac": mujoco("sac", "HalfCheetah", "11140 ± 665, SAC", RL_GAMES),
+    "halfcheetah-td3": mujoco("td3", "HalfCheetah", "10201 ± 773, TD3", TIANSHOU),
+    "halfcheetah-tqc": mujoco("sac", "HalfCheetah", "12090, TQC", ZOO, *TQC),
+    "halfcheetah-ppo": mujoco("ppo", "HalfCheetah", "5784 ± 1244, PPO", TIANSHOU),
+    "hopper-sac": mujoco("sac", "Hopper", "3542 ± 52, SAC", TIANSHOU),
+    "hopper-td3": mujoco("td3", "Hopper", "3472 ± 117, TD3", TIANSHOU),
+    "hopper-tqc": mujoco("sac", "Hopper", "3754, TQC", ZOO, *TQC),
+    "hopper-ppo": mujoco("ppo", "Hopper", "2609 ± 701, PPO", TIANSHOU),
+    "walker2d-sac": mujoco("sac", "Walker2d", "5007 ± 252, SAC", TIANSHOU),
+    "walker2d-td3": mujoco("td3", "Walker2d", "3982 ± 275, TD3", TIANSHOU),
+    "walker2d-tqc": mujoco("sac", "Walker2d", "4381, TQC", ZOO, *TQC),
+    "walker2d-ppo": mujoco("ppo", "Walker2d", "3589 ± 757, PPO", TIANSHOU),
+    "ant-sac": mujoco("sac", "Ant", "5850 ± 476, SAC", TIANSHOU),
+    "ant-td3": mujoco("td3", "Ant", "5116 ± 800, TD3", TIANSHOU),
+    "ant-tqc": mujoco("sac", "Ant", "3339, TQC", ZOO, *TQC),
+    "ant-ppo": mujoco("ppo", "Ant", "3258 ± 1079, PPO", TIANSHOU),
     "pong-ppo": Task("ppo_pong", "20.36 ± 0.20, PPO, 10 M steps", CLEANRL),
     "pong-impala": Task("impala_pong", "20.36 ± 0.20, PPO, 10 M steps", CLEANRL),
     "pong-dqn": Task("dqn_pong", "20.25 ± 0.41, DQN, 10 M steps", CLEANRL),

@@ -234,7 +234,9 @@ class ContinuousNetwork(nn.Module):
 
     def means(self, outputs: Tensor) -> Tensor:
         """The mean values [...] of what critics say, [..., outputs]."""
-        return outputs.mean(-1) if self.support is None else outputs.softmax(-1) @ self.support
+        if self.support is not None:
+            return outputs.softmax(-1) @ self.support
+        return outputs.squeeze(-1) if outputs.shape[-1] == 1 else outputs.mean(-1)  # one is its own mean
 
     def worth(self, inputs: Tensor, action: Tensor, cautious: bool, constant: bool = False) -> Tensor:
         """The value [N] of actions [N, A] between -1 and 1: the lowest that a critic gives, or the mean of all."""
@@ -251,7 +253,7 @@ class ContinuousNetwork(nn.Module):
         assert isinstance(self.head, Gaussian)
         policy = self.policy(inputs)
         raw = self.head.sample(policy)
-        return raw.tanh(), self.head.log_prob(policy, raw) + self.reach.log().sum()
+        return raw.tanh(), self.head.log_prob(policy, raw) + self.head.log_reach.sum()
 
     def inside(self, action: Tensor) -> Tensor:
         """Actions of the environment, brought to -1 … 1."""
@@ -303,14 +305,15 @@ def critic_loss(
         with torch.no_grad():
             if drop:
                 future = truncated(future, drop)
-            elif combine == "min":
-                future = lowest(future, net.means(future))
+            elif future.shape[-1] == 1:
+                future = future.amin(0) if combine == "min" else future.mean(0)
             else:
-                future = future.mean(0) if future.shape[-1] == 1 else truncated(future, 0)
+                future = lowest(future, net.means(future)) if combine == "min" else truncated(future, 0)
             goals = earned + discount * (future + extra)  # [N, samples]
-        error = goals.mean(-1) - outputs.mean(-1)  # [critics, N]
+        error = net.means(goals) - net.means(outputs)  # [critics, N]
         if outputs.shape[-1] == 1:
-            each, priority = 0.5 * error.square(), error.abs()
+            priority = error.detach().abs()
+            each = 0.5 * error.square()
         else:
             each = priority = quantile_huber(outputs, goals)
     else:

@@ -73,6 +73,7 @@ class Gaussian(nn.Module):
 
     centre: Tensor
     reach: Tensor
+    log_reach: Tensor
     low: Tensor
     high: Tensor
     nodes: Tensor
@@ -102,6 +103,7 @@ class Gaussian(nn.Module):
         }
         for name, value in constants.items():
             self.register_buffer(name, torch.tensor(value, dtype=torch.float32), persistent=False)
+        self.register_buffer("log_reach", self.reach.log(), persistent=False)
 
     def forward(self, features: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map [N, F] to a policy [N, 2A]; there is nothing to mask."""
@@ -126,7 +128,7 @@ class Gaussian(nn.Module):
 
     def _log_slope(self, raw: Tensor) -> Tensor:
         """Return log |d action / d raw| of squashing, from 1 − tanh² x = 4 e^(−2x) / (1 + e^(−2x))²."""
-        return 2 * (math.log(2) - raw - softplus(-2 * raw)) + self.reach.log()
+        return 2 * (math.log(2) - raw - softplus(-2 * raw)) + self.log_reach
 
     def log_prob(self, policy: Tensor, raw: Tensor) -> Tensor:
         """Return the log-density: of the action where it is squashed, of raw where it is clipped."""
