@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,9 +17,14 @@ log = logging.getLogger("shoal")
 RUNS = "Runs: their folders, or their names in runs/."
 
 
-def stop_in_order() -> None:
+@contextmanager
+def stopped_in_order() -> Iterator[None]:
     """Let SIGTERM end what was started, as Ctrl-C does."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def sweep(
@@ -43,8 +48,7 @@ def sweep(
     plan = read_plan(file)
     place = folder or Path("sweeps") / file.stem
     if not show:
-        stop_in_order()
-        with progress("trials", plan.trials) as report:
+        with stopped_in_order(), progress("trials", plan.trials) as report:
             running.sweep(plan, place, report)
     trials = results.opened(plan, place).trials()
     rows = results.table(plan, place, trials)
@@ -106,10 +110,10 @@ def train_seeds(config: Path, overrides: Sequence[str], text: str, run_dir: Path
     from shoal.seeds import jobs, plot, row, together
 
     seeds = parse_seeds(text)
-    stop_in_order()
     wanted = jobs(config, overrides, seeds, run_dir)
     rows: dict[int, dict[str, Any]] = {}
-    with progress("runs", len(seeds)) as report, closing(carry_out(wanted, at_once)) as finished:
+    finishing = closing(carry_out(wanted, at_once))
+    with stopped_in_order(), progress("runs", len(seeds)) as report, finishing as finished:
         for job, complete in finished:
             found = row(job, wanted[job], complete)
             log.info("%s: %s, last evaluation %s", job.folder, found["outcome"], found["last"])

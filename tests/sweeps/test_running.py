@@ -190,8 +190,9 @@ def test_a_sweep_whose_first_trials_all_fail_is_given_up(pretend: Any, tmp_path:
 def test_settings_that_do_not_fit_together_fail_without_a_run(pretend: Any, tmp_path: Path) -> None:
     log = pretend(lambda settings, steps: float(steps))
     search = {"algorithm.batch": [8, 16], "envs": [8, 16]}  # a batch of 8 is not a multiple of 16
-    plan = planned(trials=8, search=search)
+    plan = planned(trials=8, search=search, seed=1)
     running.sweep(plan, tmp_path)
+    assert any(trial.state == "failed" for trial in trials(plan, tmp_path))
     for trial in trials(plan, tmp_path):
         wrong = (trial.values["algorithm.batch"], trial.values["envs"]) == (8, 16)
         assert ("algorithm.batch 8" in trial.problem) == wrong
