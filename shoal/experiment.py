@@ -41,7 +41,8 @@ from shoal.core.recipe import path_of
 from shoal.core.settings import Circling, Replaying, Schedule, Settings
 from shoal.engines import ENGINES
 from shoal.engines.options import Network, Room
-from shoal.envs import Environment, check, given, spec_of
+from shoal.envs import Environment, check, spec_of
+from shoal.envs.given import check_engine
 from shoal.runs import directory
 
 SYNONYMS = {"gpu": "cuda"}  # what people write → what it is called here
@@ -423,7 +424,7 @@ def check_environment(experiment: Experiment) -> None:
     """Refuse an environment that cannot be made, and a curriculum in which one network does not fit all stages."""
     try:
         check(experiment.environment)
-        given.check_engine(experiment.environment.id, experiment.engine)
+        check_engine(experiment.environment.id, experiment.engine)
         specs = [spec_of(experiment.environment_in(stage)) for stage in range(len(experiment.curriculum))]
     except Fatal as error:
         raise SettingsError(f"environment.id: {error}") from None
