@@ -35,13 +35,14 @@ from shoal.core.algorithm import (
     HasTopology,
 )
 from shoal.core.codec import Codec
-from shoal.core.errors import SettingsError, ShoalError, nearest
+from shoal.core.errors import Fatal, SettingsError, ShoalError, nearest
 from shoal.core.machine import cores
 from shoal.core.recipe import path_of
 from shoal.core.settings import Circling, Replaying, Schedule, Settings
 from shoal.engines import ENGINES
 from shoal.engines.options import Network, Room
-from shoal.envs import Environment
+from shoal.envs import Environment, check, spec_of
+from shoal.envs.given import check_engine
 from shoal.runs import directory
 
 SYNONYMS = {"gpu": "cuda"}  # what people write → what it is called here
@@ -417,6 +418,19 @@ def validate(tree: Mapping[str, Any]) -> Experiment:
         return Experiment.model_validate(tree)
     except ValidationError as error:
         raise SettingsError(explain(error, tree)) from None
+
+
+def check_environment(experiment: Experiment) -> None:
+    """Refuse an environment that cannot be made, and a curriculum in which one network does not fit all stages."""
+    try:
+        check(experiment.environment)
+        check_engine(experiment.environment.id, experiment.engine)
+        specs = [spec_of(experiment.environment_in(stage)) for stage in range(len(experiment.curriculum))]
+    except Fatal as error:
+        raise SettingsError(f"environment.id: {error}") from None
+    for number, spec in enumerate(specs, 1):
+        if spec != specs[0]:
+            raise SettingsError(f"curriculum: stage {number} shows or takes {spec}, but stage 1 {specs[0]}")
 
 
 def explain(error: ValidationError, tree: Any) -> str:

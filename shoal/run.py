@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -98,12 +98,16 @@ class Run:
         return read(self.directory / directory.CONFIG)
 
     @property
+    def environment(self) -> str:
+        """The id of its environment."""
+        return str(part(self.settings, "environment").get("id"))
+
+    @property
     def title(self) -> str:
         """Algorithm, environment and engine, in a few words."""
-        algorithm, environment = (part(self.settings, key) for key in ("algorithm", "environment"))
-        name = str(algorithm.get("name"))
+        name = str(part(self.settings, "algorithm").get("name"))
         algorithm_name = ALGORITHMS.get(name, name).rpartition(":")[2].lower()
-        return f"{algorithm_name} on {environment.get('id')} · {self.settings.get('engine')}"
+        return f"{algorithm_name} on {self.environment} · {self.settings.get('engine')}"
 
     def rows(self) -> list[dict[str, Any]]:
         """Its metrics over time, as in metrics.jsonl."""
@@ -280,17 +284,20 @@ def with_sticky(sticky: float | None) -> str:
     return "" if sticky is None else f" (sticky actions {sticky:g})"
 
 
+def outcome(summary: Mapping[str, Any]) -> str:
+    """The outcome of a run in a word."""
+    if summary["stopped_by"] == INTERRUPTED:
+        return "interrupted"
+    return {None: "done", True: "solved", False: "NOT solved"}[summary["solved"]]
+
+
 def headline(run: Path, summary: Mapping[str, Any]) -> str:
     """The outcome of a run in one line."""
     best = "none" if summary["best_evaluation"] is None else console.number(summary["best_evaluation"])
-    if summary["stopped_by"] == INTERRUPTED:
-        outcome = "interrupted"
-    else:
-        outcome = {None: "done", True: "solved", False: "NOT solved"}[summary["solved"]]
     requested = summary.get("steps_requested", summary["steps"])
     more = f" ({requested:,} requested, rounded up to whole batches)" if summary["steps"] > requested else ""
     return (
-        f"{outcome}: {summary['steps']:,} steps{more} in {console.duration(summary['seconds'])}, "
+        f"{outcome(summary)}: {summary['steps']:,} steps{more} in {console.duration(summary['seconds'])}, "
         f"best evaluation {best}{with_sticky(summary.get('sticky'))}, results in {run}"
     )
 
@@ -324,14 +331,24 @@ def compare(runs: list[Run], path: Path) -> Picture:
     """Plot several runs side by side; runs whose settings differ only in the seed become one mean with an interval."""
     from shoal.display.plots import comparison
 
+    groups = {label: [(run.directory.name, run.rows()) for run in group] for label, group in grouped(runs).items()}
+    return Picture(comparison(groups, path, "evaluation return"))
+
+
+def grouped(runs: Iterable[Run], across: bool = False) -> dict[str, list[Run]]:
+    """Runs whose settings differ only in the seed, or also in the environment where that is asked for, by a label."""
     alike: dict[str, list[Run]] = {}
     for run in runs:
         settings = {key: value for key, value in run.settings.items() if key != "seed"}
+        if across:
+            settings["environment"] = {**part(settings, "environment"), "id": None}
         alike.setdefault(json.dumps(settings, sort_keys=True, default=str), []).append(run)
-    groups: dict[str, list[Any]] = {}
+    groups: dict[str, list[Run]] = {}
     for group in alike.values():
         label = group[0].title
+        if across:
+            label = label.replace(f" on {group[0].environment}", "")
         if label in groups:  # the same title but other settings: told apart by the folder
             label = f"{label} ({group[0].directory.name})"
-        groups[label] = [(run.directory.name, run.rows()) for run in group]
-    return Picture(comparison(groups, path, "evaluation return"))
+        groups[label] = group
+    return groups

@@ -24,7 +24,7 @@ from shoal.core.tree import map_tree, to_numpy, to_torch
 from shoal.core.types import INTERRUPTED, Engine, Spec, Step
 from shoal.display import console
 from shoal.envs import given
-from shoal.experiment import Experiment, as_yaml, validate
+from shoal.experiment import Experiment, as_yaml, check_environment, validate
 from shoal.run import Run
 from shoal.runs import checkpoint, directory, files, loggers, metrics, provenance
 from shoal.services.journal import Journal
@@ -119,12 +119,7 @@ def prepared(tree: Mapping[str, Any]) -> Iterator[tuple[Experiment, Any]]:
     begun = engines.prepare(tree.get("engine", Experiment.model_fields["engine"].default), topology.MODULES)
     try:
         experiment = validate(tree)
-        try:
-            envs.check(experiment.environment)
-            check_stages(experiment)
-            given.check_engine(experiment.environment.id, experiment.engine)
-        except Fatal as error:
-            raise SettingsError(f"environment.id: {error}") from None
+        check_environment(experiment)
         loggers.check(experiment.loggers or ())
         if experiment.replay:
             check_memory(experiment, experiment.replay)
@@ -136,14 +131,6 @@ def prepared(tree: Mapping[str, Any]) -> Iterator[tuple[Experiment, Any]]:
         if begun is not None:
             begun.close()
         raise
-
-
-def check_stages(experiment: Experiment) -> None:
-    """Refuse a curriculum in which one network does not fit all stages."""
-    specs = [envs.spec_of(experiment.environment_in(stage)) for stage in range(len(experiment.curriculum))]
-    for number, spec in enumerate(specs, 1):
-        if spec != specs[0]:
-            raise SettingsError(f"curriculum: stage {number} shows or takes {spec}, but stage 1 {specs[0]}")
 
 
 def carry_out(experiment: Experiment, begun: Any, folder: Path, state: Mapping[str, Any]) -> Run:

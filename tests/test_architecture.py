@@ -34,10 +34,12 @@ ALLOWED: dict[str, set[str]] = {
         "envs",
         "runs",
         "services",
+        "sweeps",
         "transport",
         "workers",
     },
-    "bench": {"", "core", "display", "engines", "envs", "services", "transport", "workers"},
+    "sweeps": {"", "core", "display", "envs", "runs"},
+    "bench": {"", "core", "display", "engines", "envs", "runs", "services", "transport", "workers"},
 }
 # What a part may name as a type besides, under `if TYPE_CHECKING`: the settings that workers read, and the services
 # behind the stand-ins that they call.

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from shoal.bench import BENCHMARKS, engines, learning, measuring, scale, soak
+from shoal.bench import BENCHMARKS, engines, learning, scale, soak
 from shoal.bench.tables import show
 from shoal.cli.main import main
 from shoal.experiment import load
+from shoal.runs import launching
 from tests.pace import seconds
 
 ROOT = Path(__file__).parents[1]
@@ -76,7 +77,7 @@ def test_every_benchmark_runs_in_its_smallest_form(
         request.getfixturevalue("only_ray")
     smallest = [] if name in ("calls", "links", "actors") else ["--smallest"]
     window = [] if name == "solve" else ["--seconds", "0.1"]
-    words = [*measuring.SHOAL, "bench", name, *smallest, *window, "--json"]
+    words = [sys.executable, "-c", launching.SHOAL, "bench", name, *smallest, *window, "--json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = start(words, cwd=tmp_path, env=environment, stdout=PIPE, stderr=PIPE, text=True)
     printed, errors = process.communicate()

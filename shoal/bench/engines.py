@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from shoal import engines
-from shoal.bench.measuring import Row, Slot, core_seconds, launch, library, payloads, rest, timed
+from shoal.bench.measuring import Row, Slot, core_seconds, library, payloads, rest, timed
 from shoal.core.errors import SettingsError, nearest
 from shoal.core.tree import size_of
 from shoal.core.types import Work
 from shoal.engines.options import Machines, Network, Options
+from shoal.runs.launching import launch
 from shoal.transport import LINKS
 
 # What each needs besides Shoal itself.

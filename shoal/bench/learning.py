@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import signal
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from shoal.bench.measuring import Row, launch
+from shoal.bench.measuring import Row
 from shoal.core.errors import SettingsError, nearest
 from shoal.core.tree import flat
-from shoal.core.types import INTERRUPTED
+from shoal.runs.launching import Job, carry_out
 
 SCORE = "score.json"  # beside the files of a run: what its newest policy was evaluated to
 EPISODES = 100
@@ -107,28 +106,11 @@ def learn(
     names: Sequence[str], seeds: Sequence[int], folder: Path, overrides: Sequence[str], at_once: int, episodes: int
 ) -> Iterator[Row]:
     """Train every task with every seed, as many at once as wanted; runs that are there are continued, or left alone."""
-    waiting = [(name, seed) for seed in seeds for name in names]
-    running: dict[tuple[str, int], subprocess.Popen[str]] = {}
-    try:
-        while waiting or running:
-            while waiting and len(running) < at_once:
-                name, seed = waiting.pop(0)
-                if ended(run_folder(folder, name, seed)) and not overrides:
-                    yield {"task": name, "seed": seed, **score(run_folder(folder, name, seed), episodes)}
-                else:
-                    running[name, seed] = _start(name, seed, folder, overrides)
-            for (name, seed), process in [*running.items()]:
-                try:
-                    process.wait(0.2 / len(running))
-                except subprocess.TimeoutExpired:
-                    continue
-                del running[name, seed]
-                yield {"task": name, "seed": seed, **score(run_folder(folder, name, seed), episodes)}
-    finally:
-        for process in running.values():
-            process.send_signal(signal.SIGINT)  # it saves a checkpoint, and goes on from there next time
-        for process in running.values():
-            process.wait()
+    jobs = {_job(name, seed, folder, overrides): (name, seed) for seed in seeds for name in names}
+    with closing(carry_out(jobs, at_once)) as finished:
+        for job, _ in finished:
+            name, seed = jobs[job]
+            yield {"task": name, "seed": seed, **score(job.folder, episodes)}
 
 
 def run_folder(folder: Path, name: str, seed: int) -> Path:
@@ -136,25 +118,10 @@ def run_folder(folder: Path, name: str, seed: int) -> Path:
     return folder / name / f"seed-{seed}"
 
 
-def ended(run: Path) -> bool:
-    """Whether a run has used up its steps."""
-    from shoal.run import Run
-
-    summary = Run(run).summary if (run / "config.yaml").exists() else {}
-    return bool(summary) and summary["stopped_by"] != INTERRUPTED
-
-
-def _start(name: str, seed: int, folder: Path, overrides: Sequence[str]) -> subprocess.Popen[str]:
-    run = run_folder(folder, name, seed)
-    if not (run / "config.yaml").exists():
-        # To the last step, since the policy that is scored is the last: not the one that once reached a target.
-        settings = [f"seed={seed}", "evaluation.target=null", *TASKS[name].changes, *overrides]
-        words = ["train", TASKS[name].config, *settings, "--run-dir", str(run)]
-    else:
-        words = ["resume", str(run), *overrides]
-    run.parent.mkdir(parents=True, exist_ok=True)
-    with (run.parent / f"seed-{seed}.log").open("a") as log:
-        return launch(*words, stdout=log, stderr=log)
+def _job(name: str, seed: int, folder: Path, overrides: Sequence[str]) -> Job:
+    # To the last step, since the policy that is scored is the last: not the one that once reached a target.
+    settings = (f"seed={seed}", "evaluation.target=null", *TASKS[name].changes)
+    return Job(run_folder(folder, name, seed), TASKS[name].config, settings, tuple(overrides))
 
 
 def score(run: Path, episodes: int) -> Row:

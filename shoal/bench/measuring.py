@@ -1,11 +1,8 @@
-"""What the benchmarks share: a service to call, the arrays that travel, clocks, and commands of their own."""
+"""What the benchmarks share: a service to call, the arrays that travel, and clocks."""
 
 from __future__ import annotations
 
-import os
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +21,6 @@ Tables = dict[str, list[Row]]  # title → rows
 ROUNDS = 9  # contestants take turns this often: what disturbs the machine disturbs all of them
 ORDER = struct.Struct("<8sQ")  # what to do, with how many bytes: 16 bytes, the small message
 NATURE = ((32, 4, 8, 8), (64, 32, 4, 4), (64, 64, 3, 3), (512, 3136), (7, 512))  # weights of a network for Atari
-SHOAL = (sys.executable, "-c", "from shoal.cli.main import main; main()")
 
 
 @dataclass(frozen=True)
@@ -44,12 +40,6 @@ def library() -> Any:
     except ImportError as error:
         raise ShoalError("benchmarks need psutil: pip install 'shoal[bench]'") from error
     return psutil
-
-
-def launch(*words: str, **options: Any) -> subprocess.Popen[str]:
-    """Start a `shoal` command in a process that finds the same packages."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen([*SHOAL, *words], env=environment, text=True, **options)
 
 
 def core_seconds(process: Any) -> float:

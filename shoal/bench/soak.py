@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from shoal.bench.measuring import Row, launch, library
+from shoal.bench.measuring import Row, library
 from shoal.core.errors import ShoalError
+from shoal.runs.launching import launch
 
 EVERY = 5.0  # seconds between samples
 WARMUP = 0.25  # of the run, in which replay and caches fill

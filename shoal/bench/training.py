@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shoal.bench.measuring import Row, core_seconds, launch, library
+from shoal.bench.measuring import Row, core_seconds, library
 from shoal.core.errors import ShoalError
+from shoal.runs.launching import launch
 
 WARMUP = 5.0  # seconds after the first update in which caches fill and queues find their level
 PROGRESS = re.compile(r"%  step ([\d,]+)  ")

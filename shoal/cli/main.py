@@ -7,14 +7,12 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from shoal.cli import bench
+from shoal.cli import bench, several
 from shoal.cli.node import node
 from shoal.core.errors import SettingsError, ShoalError
 
@@ -73,6 +71,10 @@ def train(
     config: Config,
     overrides: Overrides = None,
     run_dir: Annotated[Path | None, typer.Option(help="The run's folder; default: a new one in runs/.")] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="Train with several seeds, in folders below: a number of them, or such as 0,1,2.")
+    ] = None,
+    at_once: Annotated[int, typer.Option(help="With --seeds: runs at a time.", min=1)] = 1,
 ) -> None:
     """Train and show progress; exits with 1 if a target is set and was not reached.
 
@@ -81,6 +83,9 @@ def train(
     from shoal.configs import parse_overrides
     from shoal.training import train
 
+    if seeds is not None:
+        several.train_seeds(config, overrides or [], seeds, run_dir, at_once)
+        return
     words, named = overrides or [], "=" not in str(config)  # else it is all overrides: environment=… algorithm=ppo
     changes = parse_overrides(words if named else [str(config), *words])
     conclude(train(config if named else None, run_dir, **changes))
@@ -119,6 +124,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the statistics and every score as JSON.")] = False,
 ) -> None:
     """Play a policy without exploration: mean, median, 95 % bootstrap interval, and a histogram of the returns."""
+    from shoal.display.console import progress
     from shoal.run import Run
     from shoal.runs.directory import locate
 
@@ -152,6 +158,7 @@ def play(
     ] = None,
 ) -> None:
     """Film a policy playing without exploration."""
+    from shoal.display.console import progress
     from shoal.run import Run
     from shoal.runs.directory import locate
 
@@ -227,6 +234,8 @@ def list_(
         typer.echo(line)
 
 
+app.command()(several.sweep)
+app.command()(several.compare)
 app.command()(node)
 app.add_typer(bench.app, name="bench")
 
@@ -239,21 +248,6 @@ def doctor() -> None:
     findings = check()
     show(findings)
     raise typer.Exit(exit_code(findings))
-
-
-@contextmanager
-def progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A progress bar that is given the number done so far; nothing where there is no terminal."""
-    if not sys.stderr.isatty():
-        yield lambda done: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda done: bar.update(task, completed=done)
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Rows: TypeAlias = Sequence[Mapping[str, Any]]
 Line: TypeAlias = tuple[Array, Array]  # steps, values
+Estimate: TypeAlias = tuple[float, float | None, float | None]  # with its interval, if there is one
 
 WIDTH = 8.0  # inches
 HIGH, LOW = 3.6, 1.75  # inches of the big panel and of a row of small ones
@@ -101,6 +102,65 @@ def distribution(scores: Sequence[float], path: str | Path, title: str) -> Path:
     axes.axvline(found["median"], color="0.2", linestyle="--", label=f"median {found['median']:.4g}")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     _legend(figure, axes)
+    return _save(figure, path)
+
+
+def search(trials: Rows, kinds: Mapping[str, tuple[str, Sequence[Any]]], path: Path, title: str, highest: bool) -> Path:
+    """Draw the trials of a sweep: scores in their order with the best so far, and against each setting in small panels.
+
+    Trials that were stopped early are hollow. `kinds` says of each setting how its axis runs, linear, log or choices,
+    and from where to where, or over which values.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    lines = math.ceil(len(kinds) / COLUMNS)
+    figure = _figure(title, HIGH + 1.25 * LOW * lines)
+    grid = figure.add_gridspec(1 + lines, COLUMNS, height_ratios=[HIGH, *[1.25 * LOW] * lines])
+    top = figure.add_subplot(grid[0, :])
+    shown = [trial for trial in trials if trial["score"] is not None]
+    _scatter(top, [trial["trial"] for trial in shown], shown)
+    whole = [trial for trial in shown if trial["state"] == "complete"]
+    best = (np.maximum if highest else np.minimum).accumulate([trial["score"] for trial in whole])
+    top.step([trial["trial"] for trial in whole], best, where="post", color="C3", linewidth=1.2, label="best so far")
+    top.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _name(top, "trial", "score", USUAL)
+    top.legend(fontsize=SMALL, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)
+    for index, (name, (kind, ends)) in enumerate(kinds.items()):
+        axes = figure.add_subplot(grid[1 + index // COLUMNS, index % COLUMNS])
+        values = [trial["values"].get(name) for trial in shown]
+        if kind == "choices":
+            known = [*map(str, ends)]
+            axes.set_xticks(range(len(known)), [textwrap.shorten(one, 12) for one in known], parse_math=False)
+            axes.set_xlim(-0.5, len(known) - 0.5)
+            values = [known.index(str(value)) for value in values]
+        else:
+            axes.set_xscale("log" if kind == "log" else "linear")
+            axes.set_xlim(ends[0], ends[1])
+        _scatter(axes, values, shown)
+        _name(axes, name, "score", SMALL)
+    return _save(figure, path)
+
+
+def estimates(panels: Mapping[str, Mapping[str, Estimate]], path: str | Path, title: str) -> Path:
+    """Draw panels of estimates, a row for each name: a dot, and its 95 % interval where there is one."""
+    heights = [0.55 + 0.3 * len(rows) for rows in panels.values()]
+    figure = _figure(title, 0.6 + sum(heights))
+    grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
+    for axes, (label, rows) in zip(grid[:, 0], panels.items(), strict=True):
+        for index, (middle, low, high) in enumerate(rows.values()):
+            colour = _colour(index, len(rows))
+            if low is not None and high is not None:
+                axes.barh(index, high - low, 0.5, low, color=colour, alpha=0.3)
+            axes.plot([middle, middle], [index - 0.25, index + 0.25], color=colour, linewidth=2)
+        axes.use_sticky_edges = False  # else the longest bar would touch the frame
+        axes.set_yticks(range(len(rows)), [textwrap.shorten(name, 60) for name in rows], fontsize=SMALL)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.set_title(label, fontsize=SMALL + 1)
+        axes.tick_params(labelsize=SMALL)
+        axes.grid(axis="x", alpha=0.3)
+        if label.startswith("probability"):
+            axes.set_xlim(0, 1)
+            axes.axvline(0.5, color="0.3", linestyle="--", linewidth=1)
     return _save(figure, path)
 
 
@@ -254,3 +314,20 @@ def _save(figure: Figure, path: str | Path) -> Path:
             few = picture.convert("RGB").quantize(COLOURS)  # half the size or less, and no difference to be seen
         few.save(path, optimize=True)
     return path
+
+
+def _scatter(axes: Axes, places: Sequence[Any], trials: Rows) -> None:
+    """Scores as dots, hollow where a trial was stopped early."""
+    for state, face, label in (("complete", "C0", "whole"), ("pruned", "none", "stopped early")):
+        some = [index for index, trial in enumerate(trials) if trial["state"] == state]
+        if some:
+            across, up = [places[index] for index in some], [trials[index]["score"] for index in some]
+            axes.scatter(across, up, s=18, facecolors=face, edgecolors="C0", label=label, zorder=3, clip_on=False)
+
+
+def _name(axes: Axes, across: str, up: str, size: int) -> None:
+    """Labels and grid of a panel whose horizontal axis does not count steps."""
+    axes.set_xlabel(across, fontsize=size, parse_math=False)
+    axes.set_ylabel(up, fontsize=size)
+    axes.tick_params(which="both", labelsize=size - 1)
+    axes.grid(alpha=0.3)

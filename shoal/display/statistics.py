@@ -1,8 +1,9 @@
-"""What a sample of scores, or of curves, says about the mean behind it."""
+"""What a sample of scores, or of curves, says about what is behind it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,60 @@ def describe(scores: ArrayLike) -> dict[str, Any]:
         "min": float(sample.min()),
         "max": float(sample.max()),
     }
+
+
+def interquartile_mean(scores: Array) -> Array:
+    """The mean of the middle half of scores [..., runs, tasks], over both (Agarwal et al. 2021, arXiv:2108.13264, 4.3).
+
+    A quarter of them, rounded down, is left out at either end: below four scores it is the mean.
+    """
+    ordered = np.sort(scores.reshape(*scores.shape[:-2], -1), axis=-1)
+    cut = ordered.shape[-1] // 4
+    return np.asarray(ordered[..., cut : ordered.shape[-1] - cut].mean(axis=-1))
+
+
+def mean(scores: Array) -> Array:
+    """The mean of scores [..., runs, tasks] over both."""
+    return np.asarray(scores.mean(axis=(-2, -1)))
+
+
+def improvement(scores: Array, others: Array) -> Array:
+    """How likely a run of one kind [..., runs, tasks] beats one of another [..., other runs, tasks], over the tasks.
+
+    Agarwal et al. 2021, arXiv:2108.13264, section 4.3, the statistic of Mann and Whitney: an equal score counts half.
+    """
+    own, their = scores[..., :, None, :], others[..., None, :, :]
+    return np.asarray(((own > their) + 0.5 * (own == their)).mean(axis=(-3, -2, -1)))
+
+
+def stratified(
+    measure: Callable[..., Array],
+    *samples: ArrayLike,
+    level: float = 0.95,
+    resamples: int = 10_000,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """The percentile interval of a measure of samples [runs, tasks] by the stratified bootstrap.
+
+    Agarwal et al. 2021, arXiv:2108.13264, section 4.1: runs are drawn anew for each task apart from the others, and for
+    each sample apart from the others.
+    """
+    scores = [np.asarray(sample, np.float64) for sample in samples]
+    if any(sample.ndim != 2 or len(sample) < 2 for sample in scores):
+        raise ValueError("an interval needs two runs of each task at least")
+    random = np.random.default_rng(seed)
+    # Two samples are compared pair by pair.
+    together = max(1, CHUNK // math.prod(len(sample) for sample in scores) // scores[0].shape[1])
+    found = []
+    for start in range(0, resamples, together):
+        count = min(together, resamples - start)
+        drawn = [
+            np.take_along_axis(sample[None], random.integers(len(sample), size=(count, *sample.shape)), axis=1)
+            for sample in scores
+        ]
+        found.append(measure(*drawn))
+    low, high = np.quantile(np.concatenate(found), [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
 
 
 def band(curves: Sequence[tuple[ArrayLike, ArrayLike]], points: int = 200) -> tuple[Array, Array, Array, Array]:

@@ -22,6 +22,7 @@ RUNS = Path("runs")
 CONFIG = "config.yaml"
 LOG = "log.txt"
 SUMMARY = "summary.json"
+LOCK = ".lock"
 
 
 def fresh(environment: str, algorithm: str) -> Path:
@@ -77,7 +78,7 @@ def locked(folder: Path) -> Iterator[None]:
     except ImportError:  # not on this system: the user must not train a run twice at once
         yield
         return
-    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -90,6 +91,23 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def held(folder: Path) -> bool:
+    """Whether some process holds a run."""
+    try:
+        import fcntl
+
+        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+    except (ImportError, OSError):
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def check_links(folder: Path) -> None:

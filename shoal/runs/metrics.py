@@ -62,14 +62,22 @@ def file_of(run: Path) -> Path:
     return run / "metrics.jsonl"
 
 
-def read(run: Path) -> list[dict[str, Any]]:
-    """The rows of a run; a last line that was cut off by a crash is left out."""
+def evaluations(run: Path) -> dict[int, float]:
+    """Steps → mean return of each evaluation of a run so far, in the order of the steps."""
+    found = {row["steps"]: float(row["mean"]) for row in read(run, "evaluation")}
+    return {steps: found[steps] for steps in sorted(found)}
+
+
+def read(run: Path, kind: str = "") -> list[dict[str, Any]]:
+    """The rows of a run, all or those of one kind; a last line that was cut off by a crash is left out."""
     try:
         lines = file_of(run).read_text().splitlines()
     except FileNotFoundError:
         return []
     rows = []
     for number, line in enumerate(lines):
+        if kind and f'"kind": "{kind}"' not in line:  # cheaper than to read it
+            continue
         try:
             rows.append(json.loads(line))
         except ValueError:

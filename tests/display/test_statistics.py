@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shoal.display import statistics
-from shoal.display.statistics import band, describe, interval
+from shoal.display.statistics import band, describe, improvement, interquartile_mean, interval, mean, stratified
 
 
 def slow_interval(values, level, resamples):
@@ -124,3 +124,85 @@ def test_band_of_one_curve_and_of_one_point():
 def test_bad_curves(curves, words):
     with pytest.raises(ValueError, match=words):
         band(curves)
+
+
+def slow_interquartile_mean(scores):
+    """Agarwal et al. 2021, arXiv:2108.13264, section 4.3: discard the bottom and top quarter, average the rest."""
+    flat = sorted(score for run in scores for score in run)
+    cut = int(0.25 * len(flat))
+    kept = flat[cut : len(flat) - cut]
+    return sum(kept) / len(kept)
+
+
+def slow_improvement(scores, others):
+    """The same section: over tasks, the mean of S(x, y), which is 1 if y < x, 1/2 if y = x, else 0."""
+    tasks = []
+    for task in range(len(scores[0])):
+        total = 0.0
+        for own in scores:
+            for their in others:
+                total += 1.0 if their[task] < own[task] else 0.5 if their[task] == own[task] else 0.0
+        tasks.append(total / (len(scores) * len(others)))
+    return sum(tasks) / len(tasks)
+
+
+def slow_stratified(measure, *samples, resamples):
+    """Section 4.1: for every task apart, as many runs as there are, drawn with replacement."""
+    source = random.Random(5)
+    found = []
+    for _ in range(resamples):
+        drawn = [
+            [list(run) for run in zip(*(source.choices(column, k=len(column)) for column in zip(*sample, strict=True)),
+                                      strict=True)]
+            for sample in samples
+        ]  # fmt: skip
+        found.append(measure(*drawn))
+    found.sort()
+    return found[round(resamples * 0.025)], found[round(resamples * 0.975) - 1]
+
+
+@pytest.mark.parametrize("shape", [(3, 1), (4, 1), (5, 3), (8, 4)])
+def test_interquartile_mean_is_that_of_the_paper(shape):
+    scores = np.random.default_rng(1).gamma(1.0, 10.0, size=(2, *shape))
+    expected = [slow_interquartile_mean(part.tolist()) for part in scores]
+    np.testing.assert_allclose(interquartile_mean(scores), expected)
+    assert interquartile_mean(np.array([[0.0], [1.0], [2.0], [900.0]])) == 1.5
+
+
+def test_probability_of_improvement_is_that_of_the_paper():
+    source = np.random.default_rng(2)
+    scores, others = source.integers(0, 4, size=(5, 3)), source.integers(1, 5, size=(4, 3))  # many are equal
+    assert improvement(scores, others) == pytest.approx(slow_improvement(scores.tolist(), others.tolist()))
+    assert improvement(scores, others) + improvement(others, scores) == pytest.approx(1)
+    assert improvement(scores, scores) == 0.5
+    assert improvement(scores + 10, others) == 1
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_stratified_intervals_are_those_of_the_paper(pairs):
+    source = np.random.default_rng(4)
+    samples = [source.normal(0.0, 1.0, size=(6, 3)) + 10 * np.arange(3)]
+    samples += [source.normal(0.8, 1.0, size=(4, 3)) + 10 * np.arange(3)] if pairs else []
+    fast, slow = (improvement, slow_improvement) if pairs else (interquartile_mean, slow_interquartile_mean)
+    expected = slow_stratified(slow, *(sample.tolist() for sample in samples), resamples=3000)
+    width = expected[1] - expected[0]
+    found = stratified(fast, *samples)
+    np.testing.assert_allclose(found, expected, atol=0.06 * width)  # two random draws
+    assert found == stratified(fast, *samples)
+    # Runs drawn from all tasks at once would vary by the tasks' distance: far more.
+    assert width < 2
+
+
+def test_chunks_change_no_stratified_interval(monkeypatch):
+    sample = np.random.default_rng(0).normal(size=(5, 2))
+    whole = stratified(mean, sample, resamples=1000)
+    monkeypatch.setattr(statistics, "CHUNK", 777)
+    np.testing.assert_allclose(stratified(mean, sample, resamples=1000), whole, atol=0.2)
+    np.testing.assert_allclose(stratified(mean, sample[:, :1]), interval(sample[:, 0]), atol=0.05)
+
+
+def test_one_run_is_no_sample():
+    with pytest.raises(ValueError, match="two runs of each task"):
+        stratified(mean, [[1.0, 2.0]])
+    with pytest.raises(ValueError, match="two runs of each task"):
+        stratified(improvement, [[1.0], [2.0]], [[1.0]])

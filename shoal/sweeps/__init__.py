@@ -1,0 +1,1 @@
+"""Sweeps: many runs of one experiment, in search of its best settings."""
