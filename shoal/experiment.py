@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
+from typing import Annotated, Any, Literal, Self, TypeAlias, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -28,8 +28,10 @@ from shoal.core.algorithm import (
     Algorithm,
     HasActorPriorities,
     HasCircular,
+    HasFeatures,
     HasMaxLag,
     HasMinibatches,
+    HasMixture,
     HasReplay,
     HasReplayRatio,
     HasTopology,
@@ -37,6 +39,7 @@ from shoal.core.algorithm import (
 from shoal.core.codec import Codec
 from shoal.core.errors import Fatal, SettingsError, ShoalError, nearest
 from shoal.core.machine import cores
+from shoal.core.mixing import Mixing, problem_of, queue_of, shares
 from shoal.core.recipe import path_of
 from shoal.core.settings import Circling, Replaying, Schedule, Settings
 from shoal.engines import ENGINES
@@ -248,6 +251,8 @@ class Experiment(Settings):
             raise ValueError(
                 "algorithm.circular applies to topology actors_and_learner only: gradient workers use every item once"
             )
+        if self.mixture is not None:
+            self._fits_mixture(self.mixture)
         if self.shared and self.device == "cuda":
             raise ValueError("device cuda: gradient workers run on the CPU, where their network is shared")
         if self.envs != "auto" or self.lockstep:  # else a number is found for which this is true
@@ -265,9 +270,9 @@ class Experiment(Settings):
     def _fits_batch(self) -> None:
         """Refuse numbers of environments from which no batch can be made."""
         pieces = self.algorithm.minibatches if isinstance(self.algorithm, HasMinibatches) else 1
-        if pieces > self.batch_size and self.algorithm.experience.initial:
+        if pieces > self.fresh_size and self.algorithm.experience.initial:
             raise ValueError(
-                f"algorithm.minibatches {pieces}: a batch has only {self.batch_size} sequences, which a recurrent "
+                f"algorithm.minibatches {pieces}: a batch has only {self.fresh_size} sequences, which a recurrent "
                 "network needs whole: lower minibatches, or raise algorithm.batch, actors or envs"
             )
         if self.replay or self.shared:
@@ -275,22 +280,27 @@ class Experiment(Settings):
         self._fits_lag(self.max_lag)
         # What waits is a multiple of both sizes' common divisor. Were it too much for one more put and still too little
         # for a batch, actors and learner would wait for each other.
-        if self.env_count - math.gcd(self.env_count, self.batch_size) > (self.queue - 1) * self.batch_size:
+        waits = self.mixture is None or self.mixture[queue_of(self.mixture)].when_full == "wait"
+        beside = math.gcd(self.env_count, self.fresh_size) if waits else self.fresh_size
+        if max(self.env_count - beside, 0) > self.queue_capacity - self.fresh_size:
+            room = f"queue × batch = {self.queue_capacity}"
+            if self.mixture is not None:
+                room = f"the {self.queue_capacity} places of part {queue_of(self.mixture)}"
             raise ValueError(
-                f"the {self.env_count} items of one actor do not fit next to an incomplete batch in queue × batch = "
-                f"{self.queue * self.batch_size}: raise queue or algorithm.batch, or lower envs"
+                f"the {self.env_count} items of one actor do not fit next to an incomplete batch in {room}: raise "
+                "queue or algorithm.batch, or lower envs"
             )
 
     def _fits_lag(self, lag: int | None) -> None:
         """Refuse batches for which experience would be older than allowed, however the actors are slowed down."""
-        if lag is not None and (self.env_count - 1) // self.batch_size > lag:
+        if lag is not None and (self.env_count - 1) // self.fresh_size > lag:
             raise ValueError(
-                f"algorithm.batch {self.batch_size}: the {self.env_count} items of one actor fill several batches, the "
+                f"algorithm.batch {self.fresh_size}: the {self.env_count} items of one actor fill several batches, the "
                 f"last more than max_lag {lag} versions old: raise algorithm.batch or max_lag, or lower envs"
             )
-        if lag == 0 and self.batch_size % self.env_count:
+        if lag == 0 and self.fresh_size % self.env_count:
             raise ValueError(
-                f"algorithm.batch {self.batch_size}: with max_lag 0 a batch consists of whole rollouts, so it must be "
+                f"algorithm.batch {self.fresh_size}: with max_lag 0 a batch consists of whole rollouts, so it must be "
                 f"a multiple of envs {self.env_count}"
             )
 
@@ -303,6 +313,13 @@ class Experiment(Settings):
             raise ValueError(
                 "algorithm.replay_ratio applies to topology gradient_workers only: a learner has a single store"
             )
+
+    def _fits_mixture(self, mixture: Mixing) -> None:
+        if self.shared:
+            raise ValueError(f"algorithm.mixture needs a learner, which topology {self.topology_name} does not have")
+        envs = 0 if self.envs == "auto" else self.env_count
+        if problem := problem_of(mixture, self.batch_size, envs, isinstance(self.algorithm, HasFeatures)):
+            raise ValueError(f"algorithm.mixture{problem}")
 
     def environment_in(self, stage: int = -1) -> Environment:
         """The environment in a stage of the curriculum, by default the last."""
@@ -346,6 +363,18 @@ class Experiment(Settings):
         return self.algorithm.batch or (1 if self.shared else self.actor_count) * self.env_count
 
     @property
+    def fresh_size(self) -> int:
+        """Items of each batch that come from the queue."""
+        mixture = self.mixture
+        return self.batch_size if mixture is None else shares(mixture, self.batch_size)[queue_of(mixture)]
+
+    @property
+    def queue_capacity(self) -> int:
+        """Most items that wait for the learner."""
+        own = None if self.mixture is None else self.mixture[queue_of(self.mixture)].capacity
+        return own or self.queue * self.fresh_size
+
+    @property
     def learner_threads(self) -> int:
         """Torch threads of the learner: while actors wait, their cores are free."""
         waits = self.max_lag == 0 and not self.shared
@@ -365,6 +394,11 @@ class Experiment(Settings):
     def circular(self) -> Circling | None:
         """How many batches are held and how often each is used; None: no circular buffer."""
         return self.algorithm.circular if isinstance(self.algorithm, HasCircular) else None
+
+    @property
+    def mixture(self) -> Mixing | None:
+        """The stores of which each gives its share of a batch; None: there is one store."""
+        return self.algorithm.mixture if isinstance(self.algorithm, HasMixture) else None
 
     @property
     def chunk(self) -> int:
@@ -490,11 +524,14 @@ def _model_at(path: list[str], tree: Any) -> type[BaseModel] | None:
             continue
         if part.isdigit():  # one of several
             continue
-        field = model.model_fields.get(part)
-        model = field and next(iter(get_args(field.annotation)), field.annotation)
-        if not (isinstance(model, type) and issubclass(model, BaseModel)):
-            return None
-    return model  # type: ignore[no-any-return]
+        if get_origin(model) is dict:  # the names in it are the user's
+            model = get_args(model)[1]
+            continue
+        field = getattr(model, "model_fields", {}).get(part)
+        model = field and field.annotation
+        if get_origin(model) is not dict:
+            model = next(iter(get_args(model)), model)
+    return model if isinstance(model, type) and issubclass(model, BaseModel) else None
 
 
 def as_yaml(experiment: Experiment) -> str:

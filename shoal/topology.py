@@ -21,6 +21,7 @@ from shoal.services.averager import Averager
 from shoal.services.checkpoints import Checkpoints
 from shoal.services.circular import Circular
 from shoal.services.journal import Journal
+from shoal.services.mixture import Mixture
 from shoal.services.parameters import Parameters
 from shoal.services.queue import Queue
 from shoal.services.replay import Replay
@@ -123,17 +124,21 @@ def players(experiment: Experiment) -> list[str]:
 
 
 def serve_store(experiment: Experiment, engine: Engine, name: str = "store") -> Store:
-    """A queue where every item is used once, a ring of batches that are used in turn, or a replay."""
+    """A queue where every item is used once, a ring of batches used in turn, a replay, or a mixture."""
     spec = envs.spec_of(experiment.environment)
     choices = [*spec.action.choices]
-    size, lockstep = experiment.batch_size, experiment.lockstep
+    size, room, lockstep = experiment.batch_size, experiment.queue_capacity, experiment.lockstep
+    shape = replay_shape(experiment, spec)
     store: Store
-    if experiment.circular:
-        store = engine.serve(name, Circular, experiment.circular, experiment.queue * size, size, choices, lockstep)
+    if experiment.mixture is not None:
+        own = experiment.mixture, size, room, experiment.max_lag, *shape, choices, lockstep, experiment.seed
+        store = engine.serve(name, Mixture, *own)
+    elif experiment.circular:
+        store = engine.serve(name, Circular, experiment.circular, room, size, choices, lockstep)
     elif experiment.replay is None:
-        store = engine.serve(name, Queue, experiment.queue * size, size, experiment.max_lag, choices, lockstep)
+        store = engine.serve(name, Queue, room, size, experiment.max_lag, choices, lockstep)
     else:
-        store = engine.serve(name, Replay, experiment.replay, size, *replay_shape(experiment, spec), choices)
+        store = engine.serve(name, Replay, experiment.replay, size, *shape, choices)
     return store
 
 

@@ -121,8 +121,7 @@ def prepared(tree: Mapping[str, Any]) -> Iterator[tuple[Experiment, Any]]:
         experiment = validate(tree)
         check_environment(experiment)
         loggers.check(experiment.loggers or ())
-        if experiment.replay:
-            check_memory(experiment, experiment.replay)
+        check_memory(experiment)
         for name in ("device", "actor_device"):
             if getattr(experiment, name) == "cuda" and not torch.cuda.is_available():
                 raise SettingsError(f"{name}: no usable CUDA device on this machine; allowed: auto, cpu")
@@ -240,17 +239,24 @@ def summarise(
     }
 
 
-def check_memory(experiment: Experiment, replay: Replaying) -> None:
-    """Log how much memory the replay takes, and refuse one that does not fit."""
-    each = item_bytes(experiment, replay, envs.spec_of(experiment.environment))
-    total, free = each * replay.capacity, machine.available_memory()
-    sum_ = f"{replay.capacity:,} items × {size(each)} = {size(total)}"
-    if free is not None and total > free:
-        raise SettingsError(
-            f"algorithm.replay.capacity: {sum_}, but only {size(free)} of memory is free; "
-            f"{int(0.8 * free / each):,} items would fit"
-        )
-    log.info("replay: %s%s", sum_, "" if free is None else f" of {size(free)} free memory")
+def check_memory(experiment: Experiment) -> None:
+    """Log how much memory each replay takes, and refuse one that does not fit beside those before it."""
+    replays = {"algorithm.replay": experiment.replay} if experiment.replay else {}
+    for name, part in (experiment.mixture or {}).items():
+        if part.kind != "queue":
+            replays[f"algorithm.mixture.{name}"] = part.replaying(1)
+    free = machine.available_memory()
+    for setting, replay in replays.items():
+        each = item_bytes(experiment, replay, envs.spec_of(experiment.environment))
+        total = each * replay.capacity
+        sum_ = f"{replay.capacity:,} items × {size(each)} = {size(total)}"
+        if free is not None and total > free:
+            raise SettingsError(
+                f"{setting}.capacity: {sum_}, but only {size(free)} of memory is free; "
+                f"{int(0.8 * free / each):,} items would fit"
+            )
+        log.info("%s: %s%s", setting.rpartition(".")[2], sum_, "" if free is None else f" of {size(free)} free memory")
+        free = None if free is None else int(free - total)
 
 
 def item_bytes(experiment: Experiment, replay: Replaying, spec: Spec) -> float:

@@ -60,6 +60,8 @@ if TYPE_CHECKING:  # mypy checks that each is an algorithm, and which hooks it h
     _tau: tuple[type[algorithm.HasTau], ...] = (Sac, Td3)
     _circular: tuple[type[algorithm.HasCircular], ...] = (Impact,)
     _replay: tuple[type[algorithm.HasReplay], ...] = (A3c, ApexDqn, Dqn, Ngu, R2d2, Sac, Td3)
+    _mixture: tuple[type[algorithm.HasMixture], ...] = (Impala,)
+    _features: tuple[type[algorithm.HasFeatures], ...] = (Impala,)
     _replay_ratio: tuple[type[algorithm.HasReplayRatio], ...] = (A3c,)
     _actor_priorities: tuple[type[algorithm.HasActorPriorities], ...] = (ApexDqn, Dqn, Ngu, R2d2, Sac, Td3)
     _capture: tuple[type[algorithm.HasCapture], ...] = (ApexDqn, Dqn)

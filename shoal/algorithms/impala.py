@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoal.core.mixing import Part, keeps_features
 from shoal.core.settings import Schedule, Settings
 from shoal.core.types import Act, Batch, Loss, Sequence, Spec, Step
 from shoal.losses.masking import masked_mean, standardise, time_mean
@@ -84,6 +85,10 @@ class Impala(Settings):
     evaluation_policy: Literal["mode", "sample"] = Field(
         "mode", description="Whether evaluations take the policy's mode, or draw from it as actors do."
     )
+    # arXiv:1811.11682 (CLEAR), section 3: half of each batch is old.
+    mixture: dict[str, Part] | None = Field(
+        None, description="Stores, by a name of yours, of which each gives its share of a batch; null: fresh only."
+    )
     network: ActorCriticArchitecture = Field(ActorCriticArchitecture(), description="The network.")
 
     @model_validator(mode="after")
@@ -118,7 +123,12 @@ class Impala(Settings):
 
     def act(self, net: ActorCritic, step: Step, carry: dict[str, Tensor], rank: Tensor | None) -> Act:
         """Draw from the policy; an evaluation may take its mode."""
-        return net.act(step, carry, greedy=rank is None and self.evaluation_policy == "mode")
+        greedy = rank is None and self.evaluation_policy == "mode"
+        return net.act(step, carry, greedy, keeps_features(self.mixture))
+
+    def features(self, net: ActorCritic, batch: Batch) -> Tensor:
+        """Return what the policy sees of each observation, [T+1, B, F]."""
+        return net.features(batch)
 
     def prepare(self, net: ActorCritic, batch: Batch) -> Batch:
         """Update running statistics; with a bound on the ratio, estimate targets and advantages once for all epochs.

@@ -58,8 +58,9 @@ def tables(model: Model, title: str, path: str, given: BaseModel | None, label: 
         below = [part for part in models_in(field.annotation) if part is not Schedule]
         titles = {part: f"{path}{name}{f': {part.__name__}' if len(below) > 1 else ''}{label}" for part in below}
         default = getattr(given, name) if given is not None else field.get_default(call_default_factory=True)
+        inside = f"{path}{name}.NAME." if named(field.annotation) else f"{path}{name}."
         for part, heading in titles.items():
-            inner += tables(part, heading, f"{path}{name}.", default if isinstance(default, part) else None, label)
+            inner += tables(part, heading, inside, default if isinstance(default, part) else None, label)
         allowed = " or ".join(kinds(field.annotation, titles, bounds(field)))
         if model is Experiment and name == "algorithm":
             names = ", ".join(f"[{known}](#algorithm-{known})" for known in ALGORITHMS)
@@ -77,6 +78,11 @@ def models_in(annotation: Any) -> list[Model]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for part in get_args(annotation) for model in models_in(part)]
+
+
+def named(annotation: Any) -> bool:
+    """Whether its models stand under names of the user's."""
+    return any(get_origin(part) is dict for part in (annotation, *get_args(annotation)))
 
 
 def kinds(annotation: Any, titles: Mapping[Model, str], limits: str = "") -> Iterator[str]:

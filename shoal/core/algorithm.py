@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Sequence_
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
+from shoal.core.mixing import Mixing
 from shoal.core.settings import Circling, Replaying, Schedule
 from shoal.core.types import Act, Batch, Loss, NStep, Sequence, Spec, Step
 
@@ -137,6 +138,21 @@ class HasCircular(Protocol):
 
     @property
     def circular(self) -> Circling | None: ...
+
+
+@runtime_checkable
+class HasMixture(Protocol):
+    """The stores of which each gives its share of a batch; None or no hook: there is one store."""
+
+    @property
+    def mixture(self) -> Mixing | None: ...
+
+
+@runtime_checkable
+class HasFeatures(Protocol):
+    """What the network makes of each observation of a batch, [T+1, B, F]; an elite store wants it in the record too."""
+
+    def features(self, net: Any, batch: Batch) -> Tensor: ...
 
 
 @runtime_checkable

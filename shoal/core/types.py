@@ -52,7 +52,7 @@ class Batch(NamedTuple):
     weight: Tensor  # [B]
     key: Array  # [B] int64
     version: Array  # [B] int64
-    fresh: Tensor | None = None  # [B] bool, items that were not drawn before; None: all of them
+    fresh: Tensor | None = None  # [B] bool, items not drawn before, of a mixture those of the queue; None: all of them
 
     def arrays(self) -> dict[str, Any]:
         """What it holds, by name."""

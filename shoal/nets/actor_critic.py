@@ -73,6 +73,14 @@ class ActorCritic(nn.Module):
 
         Extra [T, B, E] is what the memory sees beside them.
         """
+        features, value_features, mask, state = self.encode(observation, first, state, extra)
+        policy = self.head(features, mask).view(*first.shape, -1)
+        return policy, self.value(value_features).view(first.shape), state
+
+    def encode(
+        self, observation: Any, first: Tensor, state: Tensor | None = None, extra: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return the features of the policy and of the value, [T·B, F], the mask of actions and the state after."""
         inputs, mask = split_mask(map_tree(lambda x: x.flatten(0, 1), observation))
         if self.moments is not None:
             inputs = self.moments(inputs)
@@ -84,8 +92,7 @@ class ActorCritic(nn.Module):
                 features = torch.cat([features, extra], -1)
             features, state = self.memory(features, first, state)
             value_features = features = features.flatten(0, 1)
-        policy = self.head(features, mask).view(*first.shape, -1)
-        return policy, self.value(value_features).view(first.shape), state
+        return features, value_features, mask, state
 
     def begin(self, size: int) -> dict[str, Tensor]:
         """Return the first carry: the memory as `core`, the discounted return so far as `return`."""
@@ -101,25 +108,36 @@ class ActorCritic(nn.Module):
 
     def unroll(self, batch: Batch, length: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return policy, value and state along a batch, or along its first steps."""
+        return self(*self._along(batch, length))  # type: ignore[no-any-return]
+
+    def features(self, batch: Batch) -> Tensor:
+        """Return what the policy sees of each observation of a batch, [T+1, B, F]."""
+        return self.encode(*self._along(batch, None))[0].view(*batch.first.shape, -1)
+
+    def _along(self, batch: Batch, length: int | None) -> tuple[Any, Tensor, Tensor | None, Tensor | None]:
         extra = all_previous(batch, self.action.choices)[:length] if self.previous else None
         observation = map_tree(lambda x: x[:length], batch.observation)
-        return self(observation, batch.first[:length], initial_core(batch), extra)  # type: ignore[no-any-return]
+        return observation, batch.first[:length], initial_core(batch), extra
 
     @torch.no_grad()
-    def act(self, step: Step, carry: dict[str, Tensor], greedy: bool) -> Act:
+    def act(self, step: Step, carry: dict[str, Tensor], greedy: bool, keep_features: bool = False) -> Act:
         """Choose by the policy's mode, or draw from it; record the policy, the value and what the carry held.
 
-        `core` is recorded as it was before the step, and `return` as it is after the step's reward.
+        `core` is recorded as it was before the step, and `return` as it is after the step's reward; `features`, what
+        the policy saw, only where somebody wants them.
         """
         observation = map_tree(lambda x: x.unsqueeze(0), step.observation)
         seen = previous(carry["action"], step.reward, step.first, self.action.choices) if self.previous else None
         extra = None if seen is None else seen.unsqueeze(0)
-        policy, value, core = self(observation, step.first.unsqueeze(0), carry.get("core"), extra)
-        policy = policy[0]
+        first = step.first.unsqueeze(0)
+        features, value_features, mask, core = self.encode(observation, first, carry.get("core"), extra)
+        policy, value = self.head(features, mask), self.value(value_features).squeeze(-1)
         raw = self.head.mode(policy) if greedy else self.head.sample(policy)
         action = self.head.action(raw)
-        record = {"policy": policy, "value": value[0]}
+        record = {"policy": policy, "value": value}
         after = {}
+        if keep_features:
+            record["features"] = features
         if action is not raw:
             record["raw"] = raw
         if core is not None:

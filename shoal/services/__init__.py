@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 STORES = {
     "circular": "shoal.services.circular:Circular",
+    "mixture": "shoal.services.mixture:Mixture",
     "queue": "shoal.services.queue:Queue",
     "replay": "shoal.services.replay:Replay",
 }
@@ -13,7 +14,8 @@ STORES = {
 if TYPE_CHECKING:  # mypy checks that each of them is a store
     from shoal.core.types import Store
     from shoal.services.circular import Circular
+    from shoal.services.mixture import Mixture
     from shoal.services.queue import Queue
     from shoal.services.replay import Replay
 
-    _stores: tuple[type[Store], ...] = (Circular, Queue, Replay)
+    _stores: tuple[type[Store], ...] = (Circular, Mixture, Queue, Replay)

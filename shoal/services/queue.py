@@ -42,13 +42,17 @@ class Queue:
         max_lag: int | None = None,
         choices: Sequence[int] = (),
         exact: bool = False,
+        when_full: str = "wait",
     ) -> None:
         """Hold at most `capacity` items; a batch of them is at most `max_lag` versions old.
 
         `choices` has the number of choices for each number of an action, 0 where it is continuous. Under `exact` the
-        clock decides nothing.
+        clock decides nothing. Unless actors `wait` when it is full, old or new items are dropped: `keep_latest`,
+        `keep_oldest`, or `alternate` between the two.
         """
         self.capacity, self.batch, self.max_lag, self.choices, self.exact = capacity, batch, max_lag, choices, exact
+        self.when_full = when_full
+        self.overflows = self.dropped = 0  # puts that found no room, and the items that were lost by them
         self.memory: Any = None  # as the items, [T or T+1, capacity, ...]
         self.version = np.zeros(capacity, np.int64)
         self.arrived = np.zeros(capacity, np.int64)  # the learner's version when an item arrived
@@ -89,12 +93,15 @@ class Queue:
             return True
         if len(version) > self.capacity:
             raise ValueError(f"{len(version)} items at once do not fit a queue of {self.capacity}")
-        if len(version) > len(self.free):
+        if self.when_full == "wait" and len(version) > len(self.free):
             return False
         if actor is not None:
             self.announced.pop(actor, None)
         if problem := items_problem(items, None, self.choices):
             self.refusals.add("experience", problem)
+            return True
+        if len(version) > len(self.free) and not self._make_room(len(version)):
+            self.refusals.accept()
             return True
         content = {key: value for key, value in items.items() if key != "version"}
         if self.memory is None:
@@ -114,6 +121,16 @@ class Queue:
             self.filled.append(slot)
         self.refusals.accept()
         return True
+
+    def _make_room(self, count: int) -> bool:
+        """Drop the oldest items for `count` new ones; False: it is the turn of the new ones to be dropped."""
+        self.overflows += 1
+        newest = self.when_full == "keep_oldest" or (self.when_full == "alternate" and self.overflows % 2 == 0)
+        lost = count if newest else count - len(self.free)
+        self.dropped += lost
+        if not newest:
+            self.free.extend(self.filled.popleft() for _ in range(lost))
+        return not newest
 
     def get(self, size: int, version: int = 0, beta: float = 1.0, seed: int | None = None) -> Mapping[str, Tree] | None:
         """A batch for weights of this version: items of the oldest policy first, then in the order of arrival.
@@ -146,6 +163,7 @@ class Queue:
         self.free.extend(self.filled)
         self.filled.clear()
         self.announced.clear()
+        self.overflows = 0
         self.free = deque(sorted(self.free))  # as at the beginning, so that the same puts take the same places
         return {}
 
@@ -157,8 +175,9 @@ class Queue:
         return self.refusals.drain()
 
     def status(self) -> Mapping[str, float]:
-        """How full it is, how many puts were refused, and the ages of the last batch."""
-        return {"filled": len(self.filled), "capacity": self.capacity, "refused": self.refusals.total, **self.ages}
+        """How full it is, how many puts were refused and items dropped, and the ages of the last batch."""
+        counts = {"refused": self.refusals.total, "dropped": self.dropped}
+        return {"filled": len(self.filled), "capacity": self.capacity, **counts, **self.ages}
 
 
 def ages(version: int, acted: Array, arrived: Array) -> dict[str, float]:

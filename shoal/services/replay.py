@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,12 +28,21 @@ class Replay:
     """
 
     def __init__(
-        self, settings: Replaying, batch: int, overlap: int = 0, stack: Any = 1, choices: Sequence[int] = ()
+        self,
+        settings: Replaying,
+        batch: int,
+        overlap: int = 0,
+        stack: Any = 1,
+        choices: Sequence[int] = (),
+        overwritten: Callable[[Array, int, int], Array] | None = None,
     ) -> None:
         """Draw `batch` items at a time; `overlap` steps of each sequence are those of the previous one.
 
-        `choices` has the number of choices for each number of an action, 0 where it is continuous.
+        `choices` has the number of choices for each number of an action, 0 where it is continuous. `overwritten` says
+        which slots make room once it is full, given the keys in them, the items so far and how many come; else the
+        oldest do.
         """
+        self.overwritten = overwritten
         self.settings, self.batch, self.overlap, self.stack, self.choices = settings, batch, overlap, stack, choices
         self.capacity = settings.capacity
         self.memory: dict[str, Any] = {}
@@ -59,22 +68,27 @@ class Replay:
 
         Invalid items or priorities are refused and counted.
         """
-        versions = np.asarray(items["version"])
-        count = len(versions)
-        if count > self.capacity:
-            raise ValueError(f"{count} items at once do not fit a replay of {self.capacity}")
         if self._ahead() > self._slack():
             return False
         if problem := items_problem(items, priority, self.choices):
             self.refusals.add("experience", problem)
             return True
+        self.add(items, priority)
+        self.refusals.accept()
+        return True
+
+    def add(self, items: Mapping[str, Tree], priority: Array | None = None) -> None:
+        """Copy items in that somebody has inspected."""
+        versions = np.asarray(items["version"])
+        count = len(versions)
+        if count > self.capacity:
+            raise ValueError(f"{count} items at once do not fit a replay of {self.capacity}")
         content = {key: value for key, value in items.items() if key != "version"}
         leaves = {name: np.asarray(leaf) for name, leaf in flat(content, separator="/")}
         if not self.memory:
             self._allocate(leaves)
-        keys = self.inserted + np.arange(count)
+        keys = self._make_room(count)
         slots = keys % self.capacity
-        self._evict(self.filled + count - self.capacity)
         for name, value in leaves.items():
             self._write(name, slots, value)
         self.keys[slots], self.version[slots], self.arrived[slots] = keys, versions, self.next
@@ -84,8 +98,6 @@ class Replay:
         self.sums.set(slots, self._sharpen(priority))
         self.inserted, self.filled = self.inserted + count, self.filled + count
         self.steps += self._fresh(np.asarray(items["first"]))
-        self.refusals.accept()
-        return True
 
     def get(self, size: int, version: int = 0, beta: float = 1.0, seed: int | None = None) -> Mapping[str, Tree] | None:
         """Draw a batch for weights of this version, with importance weights of at most 1; None: too few yet."""
@@ -103,12 +115,16 @@ class Replay:
             weight = (rare / rare.max()).astype(np.float32)
         self.drawn, self.next = self.drawn + size, version + 1
         self.ages = ages(version, self.version[slots], self.arrived[slots])
-        batch = nested({name: self._read(name, slots) for name in self.memory})
+        batch = self.items(slots)
         fresh = np.zeros(size, np.bool_)
         fresh[np.unique(slots, return_index=True)[1]] = True  # an item may be drawn twice at once
         fresh &= self.fresh[slots]
         self.fresh[slots] = False
         return {**batch, "key": self.keys[slots], "version": self.version[slots], "weight": weight, "fresh": fresh}
+
+    def items(self, slots: Array) -> dict[str, Any]:
+        """The items in these slots, as a tree."""
+        return nested({name: self._read(name, slots) for name in self.memory})
 
     def update(self, key: Array, priority: Array) -> None:
         """Set priorities; keys of overwritten items are ignored, and invalid priorities refused."""
@@ -149,7 +165,9 @@ class Replay:
             saved |= {f"{part}|{name}": array for part, array in frames.snapshot().items()}
             saved[f"shape|{name}"] = np.array(self.shapes[name])
         rest = {"version": self.version, "arrived": self.arrived, "fresh": self.fresh}
-        return {**saved, **rest, "priorities": self.sums.values.reshape(-1)[: self.capacity], "kept": self.keys}
+        saved |= {**rest, "priorities": self.sums.values.reshape(-1)[: self.capacity], "kept": self.keys}
+        # Where any item may be overwritten next, not only the oldest, a gap could be anywhere: then it is a copy.
+        return saved if self.overwritten is None else {name: np.array(array) for name, array in saved.items()}
 
     def restore(self, saved: Mapping[str, Array]) -> None:
         """Put back what `settle` returned, except items that were overwritten meanwhile."""
@@ -182,6 +200,10 @@ class Replay:
 
     def _intact(self, before: Array, after: Array) -> Array:
         """Slots of the newest items, oldest first, as far as nothing overwrote them while they were saved."""
+        if self.overwritten is not None:
+            if not np.array_equal(before, after):  # it was saved where the oldest make room: gaps do not fit here
+                self.inserted = 0
+            return np.arange(min(self.inserted, self.capacity))
         keys = np.arange(max(self.inserted - self.capacity, 0), self.inserted)
         slots = keys % self.capacity
         gone = np.flatnonzero((before[slots] != keys) | (after[slots] != keys))
@@ -213,6 +235,8 @@ class Replay:
                 depth = self._depth(name)
                 new = max(shape[0] - 1 - self.overlap, 1) if shape[0] > 2 else 1
                 places = int(self.capacity * new * SPARE) + shape[0] * depth
+                if self.overwritten is not None:  # then neighbours, which share frames, do not leave together
+                    places = self.capacity * shape[0] * depth
                 self.frames[name] = self._pool(places, value[0, 0].nbytes // depth)
                 self.shapes[name] = value.shape[2:]
                 shape, dtype = (shape[0], depth), np.dtype(np.int32)
@@ -248,16 +272,30 @@ class Replay:
                     raise ValueError("the frames of one put do not fit the replay: raise capacity") from None
                 self._evict(max(self.filled // 100, 1))
 
+    def _make_room(self, count: int) -> Array:
+        """Drop as many items as must go, and return keys for the new ones: their slots are those modulo capacity."""
+        keys = self.inserted + np.arange(count)
+        left = max(self.capacity - self.inserted, 0)
+        if self.overwritten is None or count <= left:
+            self._evict(self.filled + count - self.capacity)
+            return keys
+        slots = self.overwritten(self.keys[: self.filled], self.inserted, count - left)
+        self._drop(slots)
+        keys[left:] = keys[left:] * self.capacity + slots  # never given before, and found in the same way
+        return keys
+
     def _evict(self, count: int) -> None:
         """Drop the oldest items."""
-        if count <= 0:
-            return
-        slots = np.arange(self.inserted - self.filled, self.inserted - self.filled + count) % self.capacity
+        if count > 0:
+            oldest = self.inserted - self.filled
+            self._drop(np.arange(oldest, oldest + count) % self.capacity)
+
+    def _drop(self, slots: Array) -> None:
         for name, frames in self.frames.items():
             frames.drop(self.memory[name][slots].reshape(-1))
         self.keys[slots] = -1
-        self.sums.set(slots, np.zeros(count))
-        self.filled -= count
+        self.sums.set(slots, np.zeros(len(slots)))
+        self.filled -= len(slots)
 
     def _read(self, name: str, slots: Array) -> Array:
         """The items at these slots, [T, n, ...]."""

@@ -19,6 +19,7 @@ from shoal.workers.model import Model, pick_device
 from shoal.workers.packing import to_batch
 from shoal.workers.progress import Progress, Reports
 from shoal.workers.saving import Saver, resume
+from shoal.workers.selection import Selection
 
 if TYPE_CHECKING:
     from shoal.experiment import Experiment
@@ -30,7 +31,7 @@ ASK = 0.2  # seconds between questions whether to stop, while there is nothing t
 
 
 @calls(
-    store=("status", "get", "update", "settle", "restore", "refused"),
+    store=("status", "get", "draw", "choose", "update", "settle", "restore", "refused"),
     parameters=("publish",),
     journal=("learned", "went_back", "state", "saved", "report"),
     checkpoints=("load", "save", "save_batch"),
@@ -50,7 +51,8 @@ def learn(
     saver = Saver(experiment, checkpoints, journal, store, now.steps, None if saved is None else now.steps)
     reports, count, health = Reports(journal, lockstep), Count(store, now.steps), Health(checkpoints, saver)
     every = experiment.replay.publish if experiment.replay else 1
-    prioritized = experiment.replay is not None and experiment.replay.alpha > 0
+    prioritized = experiment.mixture is not None or (experiment.replay is not None and experiment.replay.alpha > 0)
+    selection = Selection.of(experiment)
     sent = parameters.publish(now.version, now.steps, now.period, False, model.weights())
     if saved is None:
         saver.begin(now, model)
@@ -59,7 +61,7 @@ def learn(
     done = now.steps >= experiment.steps
     while not (done or stop):
         status = store.status()
-        tree = draw(experiment, store, now)
+        tree = draw(experiment, store, now) if selection is None else selection.draw(store, model, now)
         if status["refused"] != refused:
             refused = status["refused"]
             for problem in store.refused():
@@ -80,6 +82,7 @@ def learn(
             "lr": present.lr.now,
             "queue": status["filled"] / status["capacity"],
             "weights_mb": sent / 1e6,
+            **(selection.metrics if selection else {}),
         }
         priority, updates, numbers = model.update(present, batch, now.updates)
         for problem in filter(None, (model.step.news(), health.look(numbers, model.net, batch, now.updates))):

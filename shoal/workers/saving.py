@@ -86,7 +86,8 @@ class Saver:
         """Count from these steps; `good` are those of the checkpoint that the run continues from."""
         self.checkpoints, self.journal = checkpoints, journal
         self.interval, self.exact = experiment.checkpoint_interval, experiment.lockstep
-        self.store = store if self.exact or (experiment.replay and experiment.replay.save) else None
+        kept = [experiment.replay] if experiment.replay else [*(experiment.mixture or {}).values()]
+        self.store = store if self.exact or any(part.save for part in kept) else None
         self.last, self.saved = steps, time.monotonic()
         self.good = good  # steps of the newest checkpoint
 
