@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.algorithms import ALGORITHMS
 from shoal.configs import read
+from shoal.core.errors import SettingsError
 from shoal.core.types import INTERRUPTED
 from shoal.display import console
 from shoal.experiment import Experiment, load_of
@@ -19,7 +20,7 @@ from shoal.runs import checkpoint, directory, files, metrics
 from shoal.runs.directory import locate
 
 if TYPE_CHECKING:
-    from shoal.envs import Envs
+    from shoal.envs import Environment, Envs
     from shoal.export import Export
     from shoal.policy import Policy
 
@@ -125,8 +126,12 @@ class Run:
         checkpoint: str | int = "best",
         seed: int = 0,
         progress: Callable[[int], None] = lambda done: None,
+        stage: int | None = None,
     ) -> Score:
-        """Play whole episodes without exploration; `progress` is called with the number of those that ended."""
+        """Play whole episodes without exploration; `progress` is called with the number of those that ended.
+
+        `stage` is one of the curriculum, counted from 0; by default the last.
+        """
         from shoal.core.randomness import derive, seed_everything
         from shoal.display.plots import available, distribution
         from shoal.display.statistics import describe
@@ -136,7 +141,7 @@ class Run:
         directory.check_links(self.directory)
         policy = self.policy(checkpoint)
         seed_everything(derive(seed, "evaluation"))
-        limit, environment = self.experiment.evaluation.max_steps, self.experiment.environment_in()
+        limit, environment = self.experiment.evaluation.max_steps, self._environment(stage)
         envs = make(environment, min(episodes, WIDEST), derive(seed, "worlds"), evaluation=True, limit=limit)
         ended: list[Episode] = []
         try:
@@ -158,6 +163,14 @@ class Run:
             result["cut"],
             environment.sticky,
         )
+
+    def _environment(self, stage: int | None) -> Environment:
+        """The environment in a stage of the curriculum; one that does not exist is refused."""
+        count = len(self.experiment.curriculum)
+        if stage is not None and not 0 <= stage < count:
+            there = f"0 to {count - 1}" if count else "none, since there is no curriculum"
+            raise SettingsError(f"stage {stage}: the stages of this run are {there}")
+        return self.experiment.environment_in(-1 if stage is None else stage)
 
     def play(
         self,

@@ -121,6 +121,9 @@ def evaluate(
     episodes: Annotated[int, typer.Option(help="Number of episodes to play.", min=1)] = 100,
     checkpoint: Checkpoint = "best",
     seed: Seed = 0,
+    stage: Annotated[
+        int | None, typer.Option(help="Stage of the curriculum, counted from 0; default: the last.", min=0)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the statistics and every score as JSON.")] = False,
 ) -> None:
     """Play a policy without exploration: mean, median, 95 % bootstrap interval, and a histogram of the returns."""
@@ -129,7 +132,7 @@ def evaluate(
     from shoal.runs.directory import locate
 
     with progress("episodes", episodes) as report:
-        score = Run(locate(run)).evaluate(episodes, checkpoint, seed, report)
+        score = Run(locate(run)).evaluate(episodes, checkpoint, seed, report, stage)
     if as_json:
         parts = {
             **score.statistics,

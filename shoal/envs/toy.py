@@ -356,6 +356,51 @@ class Chain:
         return shown
 
 
+class Cues:
+    """Answer each cue with the action that a task assigns to it: an equal share of 1 for each right answer.
+
+    An observation is [one-hot task, one-hot cue]. Which action belongs to which cue is drawn for each task from the
+    number `layout`, so that one task says nothing about another. An episode is one round of all cues in random order.
+    """
+
+    metadata = METADATA
+
+    def __init__(self, tasks: int = 3, cues: int = 12, actions: int = 4, task: int = 0, layout: int = 0) -> None:
+        from gymnasium import spaces
+
+        self.observation_space = spaces.Box(0.0, 1.0, (tasks + cues,), np.float32)
+        self.action_space = spaces.Discrete(actions)
+        self._tasks, self._cues, self._task = tasks, cues, task
+        self._answers = np.random.default_rng(layout).integers(0, actions, (tasks, cues))[task]
+        self._random = np.random.default_rng()
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Opening:
+        """Shuffle the cues, and show the first."""
+        if seed is not None:
+            self._random = np.random.default_rng(seed)
+        self._order, self._count = self._random.permutation(self._cues), 0
+        return self._seen(), {}
+
+    def step(self, action: int) -> Outcome:
+        """Judge the answer, and show the next cue; at the end the last one stays."""
+        right = int(action) == self._answers[self._order[self._count]]
+        over = self._count == self._cues - 1
+        self._count += not over
+        return self._seen(), float(right) / self._cues, over, False, {}
+
+    def _seen(self) -> Array:
+        seen = np.zeros(self._tasks + self._cues, np.float32)
+        seen[self._task], seen[self._tasks + self._order[self._count]] = 1.0, 1.0
+        return seen
+
+    def render(self) -> Array:
+        """Draw the observation as a row of cells."""
+        return blocks(self._seen()[None])
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
 ENVS: dict[str, Callable[..., Any]] = {
     "Catch": Catch,
     "Identity": Identity,
@@ -364,5 +409,6 @@ ENVS: dict[str, Callable[..., Any]] = {
     "Memory": Memory,
     "DeepSea": DeepSea,
     "Chain": Chain,
+    "Cues": Cues,
 }
 TOYS: dict[str, str] = {name: str(env.__doc__).splitlines()[0] for name, env in ENVS.items()}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shoal.envs import TOYS, Environment, make
-from shoal.envs.toy import BLOCK, LEVELS, Catch, Chain, Counting, DeepSea, Identity, Memory, Target, bars, blocks
+from shoal.envs.toy import BLOCK, LEVELS, Catch, Chain, Counting, Cues, DeepSea, Identity, Memory, Target, bars, blocks
 
 
 def play(id, choose, steps=200, **arguments):
@@ -20,7 +20,7 @@ def play(id, choose, steps=200, **arguments):
 
 
 def test_table():
-    assert list(TOYS) == ["Catch", "Identity", "Target", "Counting", "Memory", "DeepSea", "Chain"]
+    assert list(TOYS) == ["Catch", "Identity", "Target", "Counting", "Memory", "DeepSea", "Chain", "Cues"]
     assert TOYS["Catch"] == "Move a paddle under a falling ball: +1 for catching it, -1 for missing it."
 
 
@@ -209,3 +209,26 @@ def test_catch_can_be_a_picture():
         middle = picture[0, 4::8, 8::16][:10, :5]  # a cell has 8.4 rows of pixels and 16.8 columns
         np.testing.assert_array_equal(middle / 255, board.reshape(10, 5))
         picture, board = env.step(0)[0], plain.step(0)[0]
+
+
+def test_cues_are_answered_by_task() -> None:
+    answers = {}
+    for task in (0, 1):
+        env = Cues(tasks=2, cues=3, actions=3, task=task, layout=1)
+        seen, _ = env.reset(seed=0)
+        known: dict[int, int] = {}
+        for _ in range(30):  # episodes, in which each cue comes once
+            total, over = 0.0, False
+            while not over:
+                assert seen[:2].tolist() == [1.0 - task, float(task)]
+                cue = int(seen[2:].argmax())
+                tried = known.get(cue, int(np.random.default_rng(len(known)).integers(3)))
+                seen, reward, over, _, _ = env.step(tried)
+                known |= {cue: tried} if reward else {}
+                total += reward
+            seen, _ = env.reset()
+            if total == pytest.approx(1.0):
+                break
+            known = {cue: action for cue, action in known.items()} or {}
+        answers[task] = [env._answers[cue] for cue in range(3)]
+    assert answers[0] != answers[1]
