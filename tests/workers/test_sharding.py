@@ -197,3 +197,22 @@ def test_a_shard_that_dies_unseen_is_noticed_by_its_life() -> None:
     assert batch is not None
     assert 0 not in names(batch)
     assert many.status()["lost"] == 1
+
+
+def test_actors_and_learner_do_not_wait_for_each_other_after_a_death() -> None:
+    shards, many = whole(minimum=25, samples_per_insert=2.0, capacity=30)
+    for turn in range(200):
+        many.put(items([turn]), None, turn % COUNT)
+        many.get(8)
+    while any(many.put(items([0]), None, actor) for actor in range(COUNT)):
+        pass  # until no more are allowed
+    many.seen.clear()
+    assert many.status()["filled"] == 30
+    shards[1].die()
+    shards[1].dead = False
+    for turn in range(60):
+        if many.get(8) is not None:
+            break
+        many.put(items([turn]), None, turn % COUNT)
+    assert many.status()["lost"] == 1
+    assert many.status()["filled"] >= 25
