@@ -35,6 +35,15 @@ def test_engines_are_measured_with_the_same_work(monkeypatch: pytest.MonkeyPatch
     assert rows["inline"]["head_cpu_ms_per_1000"] > rows["processes"]["head_cpu_ms_per_1000"]
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_replay_and_its_shards_are_measured_like_a_queue(shards: int) -> None:
+    (row,) = scale.measure("threads", "cartpole", (2,), 20.0, 0.2, shards)
+    assert row["puts_per_s"] > 0
+    assert row["busiest_cores"] >= row["learner_cores"]
+    with pytest.raises(ShoalError, match="only 2 actors"):
+        next(scale.measure("threads", "cartpole", (2,), 20.0, 0.2, 3))
+
+
 def test_the_head_is_measured_against_more_and_more_actors() -> None:
     rows = [*scale.measure("threads", "cartpole", (1, 3), 20.0, 0.5)]
     assert [row["actors"] for row in rows] == [1, 3]
