@@ -14,6 +14,7 @@ import pytest
 from shoal.bench import BENCHMARKS, engines, learning, scale, soak
 from shoal.bench.tables import show
 from shoal.cli.main import main
+from shoal.core.errors import ShoalError
 from shoal.experiment import load
 from shoal.runs import launching
 from tests.pace import seconds
