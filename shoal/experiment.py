@@ -309,6 +309,16 @@ class Experiment(Settings):
             raise ValueError(
                 f"algorithm.replay.minimum {replay.minimum} is never reached: capacity is {replay.capacity}"
             )
+        if replay.shards > 1 and self.shared:
+            raise ValueError(
+                f"algorithm.replay.shards {replay.shards}: only topology actors_and_learner spreads its replay; "
+                "allowed here: 1"
+            )
+        if replay.shards > min(self.actor_count, replay.capacity):
+            raise ValueError(
+                f"algorithm.replay.shards {replay.shards}: there are {self.actor_count} actors for {replay.capacity} "
+                "items, and a shard without either is of no use: lower shards, or raise actors or capacity"
+            )
         if isinstance(self.algorithm, HasReplayRatio) and not self.shared:
             raise ValueError(
                 "algorithm.replay_ratio applies to topology gradient_workers only: a learner has a single store"

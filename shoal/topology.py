@@ -25,7 +25,9 @@ from shoal.services.mixture import Mixture
 from shoal.services.parameters import Parameters
 from shoal.services.queue import Queue
 from shoal.services.replay import Replay
+from shoal.services.shard import Shard
 from shoal.workers.recorder import record
+from shoal.workers.sharding import hold
 
 PLENTY = 1_000_000  # steps by which a group may pass the end of a run
 MODULES = (
@@ -46,13 +48,15 @@ def options(experiment: Experiment, resumed_at: int = 0) -> Options:
     """
     # A resumed run must not draw the same random numbers again; under lockstep, periods take care of that.
     again = resumed_at and not experiment.lockstep
+    spare = [] if experiment.lockstep else shard_names(experiment)  # one that begins again empty repeats nothing
     return Options(
         seed=derive(experiment.seed, "resumed", resumed_at) if again else experiment.seed,
         lockstep=experiment.lockstep,
         homes=homes(experiment),
         observers=frozenset({"recorder"}),
         relays=frozenset({"parameters"}),
-        restartable=frozenset({"evaluator", *players(experiment)}),
+        restartable=frozenset({"evaluator", *players(experiment), *spare}),
+        expendable=frozenset(spare),
         # A learner goes back to its checkpoint; under lockstep that would not repeat what the others did since.
         revivable=frozenset() if experiment.lockstep else frozenset({"learner"}),
         machines=machines(experiment) if experiment.engine == "cluster" else None,
@@ -67,7 +71,8 @@ def room(experiment: Experiment) -> Room:
 
     asked = experiment.ray
     leads = {"federated": "overseer", "actors_and_learner": "learner"}.get(experiment.topology_name)
-    roles = [*filter(None, [leads]), "gradient" if experiment.shared else "actor", "evaluator"]
+    shards = ["shard"] if shard_names(experiment) else []
+    roles = [*filter(None, [leads]), *shards, "gradient" if experiment.shared else "actor", "evaluator"]
     for setting in ("cpus", "gpus", "custom"):
         for role in getattr(asked, setting):
             if role not in roles:
@@ -106,7 +111,16 @@ def homes(experiment: Experiment) -> dict[str, str]:
     if experiment.topology_name == "federated":
         stores = {f"{group}/store": f"{group}/gradient-0" for group in groups(experiment)} if experiment.replay else {}
         return stores | dict.fromkeys(("averager", "parameters", "checkpoints"), "overseer")
-    return {} if experiment.shared else dict.fromkeys(("store", "parameters", "checkpoints"), "learner")
+    if experiment.shared:
+        return {}
+    shards = {f"store-{index}": name for index, name in enumerate(shard_names(experiment))}
+    return dict.fromkeys(("store", "parameters", "checkpoints"), "learner") | shards
+
+
+def shard_names(experiment: Experiment) -> list[str]:
+    """The names of the workers that hold shards of the replay; none: it lives with the learner."""
+    count = experiment.replay.shards if experiment.replay else 1
+    return [f"shard-{index}" for index in range(count)] if count > 1 else []
 
 
 def groups(experiment: Experiment) -> list[str]:
@@ -140,6 +154,19 @@ def serve_store(experiment: Experiment, engine: Engine, name: str = "store") -> 
     else:
         store = engine.serve(name, Replay, experiment.replay, size, *shape, choices)
     return store
+
+
+def serve_shards(experiment: Experiment, engine: Engine) -> list[Shard]:
+    """The shards of the replay, each with a worker that does nothing else; none: the replay is not spread."""
+    names = shard_names(experiment)
+    if not names or experiment.replay is None:
+        return []
+    spec = envs.spec_of(experiment.environment)
+    given = (experiment.replay, experiment.batch_size, *replay_shape(experiment, spec), [*spec.action.choices])
+    shards = [engine.serve(f"store-{index}", Shard, *given) for index in range(len(names))]
+    for name in names:
+        engine.run(name, hold)
+    return shards
 
 
 def replay_shape(experiment: Experiment, spec: Spec) -> tuple[int, Any]:
@@ -188,10 +215,12 @@ def actors_and_learner(experiment: Experiment, engine: Engine, run: Path, state:
     from shoal.workers.actor import act
     from shoal.workers.learner import learn
 
-    store = serve_store(experiment, engine)
+    shards = serve_shards(experiment, engine)
+    store = shards or serve_store(experiment, engine)
     engine.run("learner", learn, experiment, store, desk.parameters, desk.journal, desk.checkpoints)
     for index, name in enumerate(players(experiment)):
-        engine.run(name, act, experiment, index, state.get("period", 0), store, desk.parameters, desk.journal)
+        own = shards[index % len(shards)] if shards else store
+        engine.run(name, act, experiment, index, state.get("period", 0), own, desk.parameters, desk.journal)
     return "learner"
 
 

@@ -14,6 +14,7 @@ import pytest
 from shoal.bench import BENCHMARKS, engines, learning, scale, soak
 from shoal.bench.tables import show
 from shoal.cli.main import main
+from shoal.core.errors import ShoalError
 from shoal.experiment import load
 from shoal.runs import launching
 from tests.pace import seconds
@@ -33,6 +34,15 @@ def test_engines_are_measured_with_the_same_work(monkeypatch: pytest.MonkeyPatch
         assert row["small_p50_us"] <= row["small_p99_us"]
     # Where all live in one process it does the work; calls between other processes cost the head nothing.
     assert rows["inline"]["head_cpu_ms_per_1000"] > rows["processes"]["head_cpu_ms_per_1000"]
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_replay_and_its_shards_are_measured_like_a_queue(shards: int) -> None:
+    (row,) = scale.measure("threads", "cartpole", (2,), 20.0, 0.2, shards)
+    assert row["puts_per_s"] > 0
+    assert row["busiest_cores"] >= row["learner_cores"]
+    with pytest.raises(ShoalError, match="only 2 actors"):
+        next(scale.measure("threads", "cartpole", (2,), 20.0, 0.2, 3))
 
 
 def test_the_head_is_measured_against_more_and_more_actors() -> None:

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import shoal
@@ -113,6 +114,10 @@ ALGORITHMS: dict[str, Any] = {
         "network": {**SMALL, "lstm": 8},
     },
 }
+ALGORITHMS["shards"] = {
+    **ALGORITHMS["dqn"],
+    "replay": {**KEPT, "shards": 2},
+}
 ALGORITHMS["ngu"] = {**ALGORITHMS["r2d2"], "name": "ngu", "arms": 3}
 PLAIN = {"hidden": [16], "critic_hidden": [16], "normalise_observation": True}
 CONTINUOUS: dict[str, Any] = {
@@ -128,7 +133,7 @@ CONTINUOUS["recurrent sac"] = {
 }
 CONTINUOUS["recurrent td3"] = {**CONTINUOUS["recurrent sac"], "name": "td3", "actor_priorities": True}
 ALGORITHMS |= CONTINUOUS
-SHORT = ("apex_dqn",)  # the others are alike on fewer engines
+SHORT = ("apex_dqn", "shards")  # the others are alike on fewer engines
 
 
 def settings(algorithm: str, **more: Any) -> dict[str, Any]:
@@ -141,7 +146,8 @@ def settings(algorithm: str, **more: Any) -> dict[str, Any]:
 def test_lockstep_gives_the_same_bits_on_every_engine_and_after_a_resume(
     hosted: Any, algorithm: str, tmp_path: Path
 ) -> None:
-    some = LOCAL if algorithm == "apex_dqn" else ("inline", "processes")  # engines know no algorithm
+    # Engines know no algorithm.
+    some = {"apex_dqn": LOCAL, "shards": ("inline",)}.get(algorithm, ("inline", "processes"))
     runs = {
         engine: shoal.train(settings(algorithm, **hosted(engine, machines=2)), tmp_path / engine) for engine in some
     }
@@ -152,9 +158,38 @@ def test_lockstep_gives_the_same_bits_on_every_engine_and_after_a_resume(
     assert outcome(other) != whole
     part = tmp_path / "part"
     shutil.copytree(runs["inline"].directory, part)
-    for path in checkpoint.paths(part)[1:]:
+    for path in checkpoint.paths(part)[2:]:  # all but the beginning and the first with anything learned
         shutil.rmtree(path)
     assert outcome(shoal.resume(part)) == whole  # the replay came back with the checkpoint
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["threads", "processes", "cluster", "ray"])
+def test_shards_give_the_same_bits_on_the_other_engines(hosted: Any, engine: str, tmp_path: Path) -> None:
+    runs = [shoal.train(settings("shards", **hosted(name)), tmp_path / name) for name in ("inline", engine)]
+    assert outcome(runs[0]) == outcome(runs[1])
+
+
+@pytest.mark.long  # tests/workers/test_sharding.py and tests/engines/test_conformance.py have its two halves
+def test_a_killed_shard_begins_again_empty_and_nobody_else_does(command: Any, tmp_path: Path) -> None:
+    changes = ("engine=processes", "actors=2", "envs=4", "algorithm.replay.shards=2", "algorithm.batch=32",
+               "steps=12000", "evaluation.target=null", "evaluation.every=12000", "evaluation.episodes=2",
+               "algorithm.replay.samples_per_insert=4", "algorithm.replay.alpha=0.6", "log_every=0.1")  # fmt: skip
+    process = command("train", CONFIGS / "dqn_cartpole.yaml", "--run-dir", tmp_path / "run", *changes)
+    for line in process.stderr:
+        if "lag" in line:
+            break
+    children = psutil.Process(process.pid).children(recursive=True)
+    next(child for child in children if child.name() == "shard-1").kill()
+    _, log = process.communicate()
+    assert process.returncode == 0, log
+    assert "shard-1 was killed by SIGKILL" in log
+    assert "shard-1 of the replay has died with" in log
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] >= 12_000
+    told = {name: worker["restarts"] for name, worker in summary["workers"].items() if "restarts" in worker}
+    assert told.pop("shard-1") == 1
+    assert not any(told.values())
 
 
 def test_frames_are_kept_once_on_every_engine_alike(tmp_path: Path) -> None:

@@ -122,6 +122,9 @@ def scale(
     actors: Annotated[str, typer.Option(help="Numbers of actors, separated by commas.")] = "1,2,4,8,16,32,64,128,256",
     rate: Annotated[float, typer.Option(help="Items that each actor sends per second.", min=0.01)] = 5.0,
     seconds: Annotated[float, typer.Option(help="Seconds for each number of actors.", min=0.05)] = 10.0,
+    shards: Annotated[
+        int, typer.Option(help="Fill a prioritized replay of this many shards; 0: fill a queue.", min=0, max=1024)
+    ] = 0,
     json: Json = False,
 ) -> None:
     """The head against more and more actors, which send recorded experience and play nothing."""
@@ -138,7 +141,7 @@ def scale(
         counts = (0,)
     if min(counts) < 1:
         raise SettingsError(f"--actors {actors}: give whole numbers from 1 up, separated by commas")
-    show(f"scale: {env} on {name}", scale.measure(name, env, counts, rate, seconds), json, len(counts))
+    show(f"scale: {env} on {name}", scale.measure(name, env, counts, rate, seconds, shards), json, len(counts))
 
 
 @app.command()

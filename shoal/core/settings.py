@@ -138,4 +138,7 @@ class Replaying(Settings):
     refresh: int = Field(1, ge=1, description="Puts of an actor between two checks for new weights.")
     publish: int = Field(1, ge=1, description="Batches between two publications of weights.")
     compress: bool = Field(False, description="Compress images with LZ4: a fraction of the memory, slower draws.")
+    shards: int = Field(
+        1, ge=1, le=1024, description="Processes over which the items are spread; 1: they live with the learner."
+    )
     save: bool = Field(False, description="Save the items in checkpoints too; lockstep always does.")

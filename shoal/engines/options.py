@@ -21,6 +21,7 @@ class Options:
     observers: frozenset[str] = frozenset()  # workers that stay in the head and do not count as movement
     restartable: frozenset[str] = frozenset()  # workers that are started again when they die
     revivable: frozenset[str] = frozenset()  # likewise, but not when they raised: that would only repeat
+    expendable: frozenset[str] = frozenset()  # workers that call nobody, and whose services others can do without
     restarts: int = 5  # how often, without a minute of health in between
     deadline: float = 60.0  # seconds for one call to a service
     stall: float = 120.0  # seconds without any movement before the run is given up

@@ -61,11 +61,12 @@ class Processes(Launcher):
         answering: Callable[[str], Answers] | None = None,
     ) -> None:
         """Begin with nothing running but a nursery; `answering` gives who answers a worker instead of the head."""
-        self.homes, self.deadline = dict(options.homes), options.deadline
+        self.homes, self.deadline, self.expendable = dict(options.homes), options.deadline, options.expendable
         self.blocks: dict[str, Block] = {}
         self.controls: dict[str, Pipe] = {}
         self._nursery, self._answering = nursery or Nursery(), answering
         self._selector = selectors.DefaultSelector()
+        self._callers: dict[str, tuple[list[str], Rights]] = {}  # of each worker, the hosts that it calls
         self._early: dict[str, list[Any]] = {}  # links for a process that is not there yet: socket, caller, rights
         self._spare: dict[str, list[Pipe]] = {}  # the head's pipes into a process that no call is using
         self._threads: list[threading.Thread] = []
@@ -101,7 +102,9 @@ class Processes(Launcher):
         worker.seat = self.controls[worker.name] = control
         homes = {service: self.homes.get(service, HEAD) for service in start["rights"] if service not in self.blocks}
         hosts = sorted({*homes.values()} - {worker.name})
-        ends = [self._connect(host, Rights(worker.name, start["rights"], self.head.refused)) for host in hosts]
+        rights = Rights(worker.name, start["rights"], self.head.refused)
+        self._callers[worker.name] = hosts, rights
+        ends = [self._connect(host, rights) for host in hosts]
         wanted = named_in(start)
         blocks = [block for name, block in self.blocks.items() if name in wanted]
         layouts = {block._service: block.layout for block in blocks}
@@ -112,6 +115,17 @@ class Processes(Launcher):
         for link in self._early.pop(worker.name, []):
             self._hand_over(control, *link)
         self._selector.register(control.socket, selectors.EVENT_READ, worker.name)
+        if worker.lives and worker.name in self.expendable:
+            self._relink(worker.name)
+
+    def _relink(self, host: str) -> None:
+        """Give those who called a process in its former life a pipe to the new one."""
+        for name, (hosts, rights) in self._callers.items():
+            if host in hosts and name in self.controls:
+                end = self._connect(host, rights)
+                with suppress(ServiceLost):  # its death is noticed where deaths are noticed
+                    self.controls[name].send(["relink", host], (end.fileno(),))
+                end.close()
 
     def stop(self, worker: Worker) -> None:
         """Ask a process to end."""
@@ -324,6 +338,9 @@ class Child:
                 (order, *rest), descriptors = self.control.receive()
                 if order == "link":
                     self._answer(rest[0], descriptors[0])
+                elif order == "relink":
+                    self.pipes[rest[0]] = pipe = Pipe(socket.socket(fileno=descriptors[0]))
+                    pipe.set_deadline(self.start["deadline"])
                 elif order == "turn":
                     self.turns.put(True)
                 elif order == "stacks":

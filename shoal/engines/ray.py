@@ -45,7 +45,10 @@ from shoal.engines.standin import Call
 from shoal.engines.supervisor import HEAD, STARTING, Launcher, Worker
 
 THREADS = {"work": 1, "control": 2}  # of an actor, beside those that answer calls
-GROUPS = {"work": ("begin", "turn", "finish"), "control": ("beat", "stacks", "stop")}  # which methods they run
+GROUPS = {
+    "work": ("begin", "turn", "finish"),
+    "control": ("beat", "stacks", "stop", "relink"),
+}  # which methods they run
 CALLS = 8  # threads that answer calls, since a service may be busy while others are not
 LOOK = 0.02  # seconds between looks for an actor that is not there yet
 INLINE = 100 << 10  # bytes up to which Ray sends an answer along with its message
@@ -170,6 +173,10 @@ class Ray(Launcher):
         ).remote({**start, "names": names, "namespace": self.namespace})
         self._map_blocks(name, named_in(start))
         self._ask(name, "beat", 0)
+        if self.lives.get(name) and name in self.options.expendable:  # those who called its former life live on
+            moved = [service for service, home in self.options.homes.items() if home == name]
+            for other in self.handles.keys() - {name, HEAD}:
+                self.handles[other].relink.remote(moved, self._ray_name(name))
 
     def _map_blocks(self, name: str, named: set[str]) -> None:
         """Have an actor of this machine map the shared memory that its arguments name."""
@@ -304,6 +311,8 @@ class RayHost:
             # Checked by the caller and not where calls are answered: whoever takes part in a Ray cluster can run code
             # anywhere in it, so that this finds mistakes and no attackers.
             self.host.rights = Rights(start["name"], start["rights"], self.host.refused)
+        self.names: dict[str, str] = dict(start["names"])  # of the actors in which services live
+        self.found: dict[str, Any] = {}  # those actors
         self.thread: int | None = None  # the worker's
         self.news = threading.Condition()
         self.number = 0  # of news so far
@@ -410,15 +419,17 @@ class RayHost:
         return before[1]
 
     def _connect(self, service: str) -> Call:
-        found: list[Any] = []
-
         def call(method: str, args: Sequence[Any]) -> Any:
-            deadline = self.start["deadline"]
-            if not found:
-                found.append(look_up(self.start["names"][service], self.start["namespace"], deadline))
-            return ask(found[0], service, method, args, deadline)
+            deadline, name = self.start["deadline"], self.names[service]
+            if name not in self.found:
+                self.found[name] = look_up(name, self.start["namespace"], deadline)
+            return ask(self.found[name], service, method, args, deadline)
 
         return call
+
+    def relink(self, services: list[str], name: str) -> None:
+        """Find services in another actor from now on."""
+        self.names |= dict.fromkeys([service for service in services if service in self.names], name)
 
 
 def host_class(ray: Any) -> Any:

@@ -394,9 +394,9 @@ class Supervisor:
         worker.failure = worker.failure or f"{how}; {worker.line}"
         self._plan_restart(worker, now)
         worker.lives += 1
-        if worker.name in self.placed:  # everyone else has lost its services
-            for other in self.workers.values():
-                if other is not worker and not other.ended:
+        if worker.name in self.placed and worker.name not in self.options.expendable:
+            for other in self.workers.values():  # everyone else has lost its services
+                if other is not worker and not other.ended and other.name not in self.options.expendable:
                     if not other.again_at:
                         self.launcher.end(other, 0.1)
                     other.lives, other.again_at = other.lives + 1, worker.again_at

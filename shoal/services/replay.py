@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from shoal.core.errors import Fatal
+from shoal.core.sampling import importance
 from shoal.core.settings import Replaying
 from shoal.core.tree import flat
 from shoal.core.types import Array, Tree
@@ -104,15 +105,20 @@ class Replay:
         self.next = version
         if self.filled < self.settings.minimum or self._ahead() - size < -self._slack():
             return None
+        batch = self.draw(size, version, seed)
+        chance = batch.pop("chance")
+        weight = importance(self.filled * chance, beta) if self.settings.alpha else np.ones(size, np.float32)
+        return {**batch, "weight": weight}
+
+    def draw(self, size: int, version: int, seed: int | None = None) -> dict[str, Any]:
+        """Draw items whatever the limits say, if there are any; each has its `chance` instead of a weight."""
         dice = np.random if seed is None else np.random.RandomState(seed)
         if self.settings.alpha == 0:
             slots = dice.randint(self.inserted - self.filled, self.inserted, size) % self.capacity
-            weight = np.ones(size, np.float32)
+            chance = np.full(size, 1 / self.filled)
         else:
             slots = self.sums.draw(size, dice)
             chance = self.sums.get(slots) / self.sums.total()
-            rare = (self.filled * chance) ** -beta  # arXiv:1511.05952, section 3.4
-            weight = (rare / rare.max()).astype(np.float32)
         self.drawn, self.next = self.drawn + size, version + 1
         self.ages = ages(version, self.version[slots], self.arrived[slots])
         batch = self.items(slots)
@@ -120,7 +126,7 @@ class Replay:
         fresh[np.unique(slots, return_index=True)[1]] = True  # an item may be drawn twice at once
         fresh &= self.fresh[slots]
         self.fresh[slots] = False
-        return {**batch, "key": self.keys[slots], "version": self.version[slots], "weight": weight, "fresh": fresh}
+        return {**batch, "key": self.keys[slots], "version": self.version[slots], "chance": chance, "fresh": fresh}
 
     def items(self, slots: Array) -> dict[str, Any]:
         """The items in these slots, as a tree."""
@@ -173,6 +179,8 @@ class Replay:
         """Put back what `settle` returned, except items that were overwritten meanwhile."""
         if not saved:
             return
+        if "keys" not in saved:
+            raise Fatal("the saved replay has shards: set algorithm.replay.shards to their number")
         if (size := len(saved["keys"])) != self.capacity:
             raise Fatal(f"the saved replay has a capacity of {size} items; replay.capacity is {self.capacity}")
         self.inserted, _, self.drawn, self.steps, self.next = saved["counts"].tolist()

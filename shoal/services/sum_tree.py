@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal.core.sampling import strata
 from shoal.core.types import Array
 
 FAN = 16  # numbers under one sum: wide enough for few levels, narrow enough for short rows
@@ -40,7 +41,7 @@ class SumTree:
     def draw(self, size: int, dice: Any = np.random) -> Array:
         """Draw in proportion to the numbers, one from each of `size` equal parts of the total (stratified)."""
         ends = self.tops.cumsum()
-        place = (np.arange(size) + dice.random_sample(size)) * (ends[-1] / size)
+        place = strata(ends[-1], size, dice)
         top = np.minimum(ends.searchsorted(place, side="right"), len(ends) - 1)
         block, place = _within(self.blocks, top, place - ends[top] + self.tops[top])
         index, _ = _within(self.values, block, place)

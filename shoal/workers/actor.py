@@ -16,6 +16,7 @@ from shoal.envs import Envs, make
 from shoal.workers.follower import Follower
 from shoal.workers.model import first_priorities
 from shoal.workers.rollout import Rollout
+from shoal.workers.sharding import stored
 
 if TYPE_CHECKING:
     from shoal.experiment import Experiment
@@ -57,7 +58,7 @@ def fill(
     journal: Journal,
 ) -> Work:
     """Act until a new period or another stage of the curriculum begins."""
-    puts = 0
+    puts, sharded = 0, experiment.replay is not None and experiment.replay.shards > 1
     pulls = journal.pulls() if isinstance(experiment.algorithm, HasChoices) else ()
     rollout = Rollout(experiment, index, envs, policy.net, policy.device, pulls)
     while policy.version < 0 and not policy.follow(parameters):
@@ -83,7 +84,7 @@ def fill(
         priority = None
         if experiment.actor_priorities:
             priority = first_priorities(algorithm, policy.net, items, policy.device)
-        while not store.put(items, priority, index):
+        while not stored(store, items, priority, index, sharded):
             yield False
             if over():
                 return

@@ -20,26 +20,35 @@ from shoal.workers.packing import to_batch
 from shoal.workers.progress import Progress, Reports
 from shoal.workers.saving import Saver, resume
 from shoal.workers.selection import Selection
+from shoal.workers.sharding import Shards
 
 if TYPE_CHECKING:
     from shoal.experiment import Experiment
     from shoal.services.checkpoints import Checkpoints
     from shoal.services.journal import Journal
     from shoal.services.parameters import Parameters
+    from shoal.services.shard import Shard
 
 ASK = 0.2  # seconds between questions whether to stop, while there is nothing to learn from
 
 
 @calls(
-    store=("status", "get", "draw", "choose", "update", "settle", "restore", "refused"),
+    store=("status", "get", "draw", "choose", "look", "allow", "update", "settle", "restore", "refused"),
     parameters=("publish",),
     journal=("learned", "went_back", "state", "saved", "report"),
     checkpoints=("load", "save", "save_batch"),
 )
 def learn(
-    experiment: Experiment, store: Store, parameters: Parameters, journal: Journal, checkpoints: Checkpoints
+    experiment: Experiment,
+    store: Store | list[Shard],
+    parameters: Parameters,
+    journal: Journal,
+    checkpoints: Checkpoints,
 ) -> Work:
     """Update the network until the steps are used up or the journal says stop; one unit of work is one batch."""
+    if isinstance(store, list):
+        assert experiment.replay is not None
+        store = Shards(store, experiment.replay, experiment.batch_size)
     algorithm, lockstep = experiment.algorithm, experiment.lockstep
     torch.set_num_threads(experiment.learner_threads)
     own = int(np.random.randint(2**31))
@@ -57,13 +66,13 @@ def learn(
     if saved is None:
         saver.begin(now, model)
     yield True
-    stop, asked, published, refused = False, time.monotonic(), now.version, 0.0
+    stop, asked, published, reported = False, time.monotonic(), now.version, 0.0
     done = now.steps >= experiment.steps
     while not (done or stop):
         status = store.status()
         tree = draw(experiment, store, now) if selection is None else selection.draw(store, model, now)
-        if status["refused"] != refused:
-            refused = status["refused"]
+        if (problems := status["refused"] + status.get("lost", 0)) != reported:
+            reported = problems
             for problem in store.refused():
                 journal.report(problem)
         if tree is None:
@@ -78,7 +87,7 @@ def learn(
         present = at(algorithm, now.steps, experiment.steps)
         metrics = {
             "lag": float((now.version - batch.version).mean()),
-            **{name: store.status()[name] for name in ("age_of_weights", "age_of_data")},
+            **ages(store),
             "lr": present.lr.now,
             "queue": status["filled"] / status["capacity"],
             "weights_mb": sent / 1e6,
@@ -110,6 +119,12 @@ def draw(experiment: Experiment, store: Store, now: Progress) -> Mapping[str, Tr
     """A batch to learn from, or None."""
     beta = experiment.replay.beta.at(now.steps, experiment.steps).now if experiment.replay else 1.0
     return store.get(experiment.batch_size, now.version, beta)
+
+
+def ages(store: Store) -> dict[str, float]:
+    """How old the last batch was."""
+    status = store.status()
+    return {name: status[name] for name in ("age_of_weights", "age_of_data")}
 
 
 class Count:

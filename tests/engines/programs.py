@@ -14,7 +14,7 @@ import numpy as np
 
 from shoal.core.caller import caller
 from shoal.core.doing import here
-from shoal.core.errors import Fatal
+from shoal.core.errors import Fatal, ServiceLost
 from shoal.core.rights import calls
 from shoal.core.types import Work
 
@@ -105,6 +105,23 @@ def answer(shelf: Any, name: str, value: Any) -> Work:
 def sign(shelves: list[Any], key: str) -> Work:
     for shelf in shelves:
         shelf.sign(key)
+    yield True
+
+
+def outlives(notes: Any, shelf: Any) -> Work:
+    """Kill the process of a service, and end once it answers again."""
+    victim = shelf.pid()
+    shelf.put("kept", 1)
+    notes.append("caller pids", os.getpid())
+    os.kill(victim, signal.SIGKILL)
+    while True:
+        try:
+            if shelf.pid() != victim:
+                break
+        except ServiceLost:
+            notes.put("lost", True)
+        yield False
+    notes.put("kept", shelf.get("kept"))
     yield True
 
 

@@ -432,6 +432,19 @@ def test_a_killed_worker_is_started_again_and_the_run_goes_on(build: Any, name: 
     assert engine.report()["victim"]["restarts"] == 1
 
 
+@pytest.mark.parametrize("name", ["processes", long("cluster"), long("ray")])
+def test_services_that_can_be_done_without_come_back_for_those_who_called_them(build: Any, name: str) -> None:
+    spare = frozenset({"host"})
+    engine = build(name, remote=[], restartable=spare, expendable=spare, homes={"shelf": "host"})
+    notes, shelf = engine.serve("notes", programs.Shelf), engine.serve("shelf", programs.Shelf)
+    engine.run("host", programs.idle)
+    engine.run("caller", programs.outlives, notes, shelf)
+    engine.wait("caller")
+    assert (notes.get("lost"), notes.get("kept")) == (True, None)  # it was gone, and began again empty
+    assert len(notes.get("caller pids")) == 1
+    assert [engine.report()[worker]["restarts"] for worker in ("host", "caller")] == [1, 0]
+
+
 def test_a_shared_block_is_there_once_and_outlives_a_worker(build: Any) -> None:
     engine = build("processes", restartable=frozenset({"one", "two"}))
     shelf = engine.serve("shelf", programs.Shelf)
