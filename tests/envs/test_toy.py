@@ -212,23 +212,21 @@ def test_catch_can_be_a_picture():
 
 
 def test_cues_are_answered_by_task() -> None:
-    answers = {}
+    def played(env: Cues, answer: Callable[[int], int]) -> dict[int, float]:
+        seen, over, rewards = env.reset()[0], False, {}
+        while not over:
+            cue, task = int(seen[2:].argmax()), seen[:2].tolist()
+            assert task == [1.0 - env._task, float(env._task)]
+            seen, rewards[cue], over, _, _ = env.step(answer(cue))
+        return rewards
+
+    keys = []
     for task in (0, 1):
-        env = Cues(tasks=2, cues=3, actions=3, task=task, layout=1)
-        seen, _ = env.reset(seed=0)
-        known: dict[int, int] = {}
-        for _ in range(30):  # episodes, in which each cue comes once
-            total, over = 0.0, False
-            while not over:
-                assert seen[:2].tolist() == [1.0 - task, float(task)]
-                cue = int(seen[2:].argmax())
-                tried = known.get(cue, int(np.random.default_rng(len(known)).integers(3)))
-                seen, reward, over, _, _ = env.step(tried)
-                known |= {cue: tried} if reward else {}
-                total += reward
-            seen, _ = env.reset()
-            if total == pytest.approx(1.0):
-                break
-            known = {cue: action for cue, action in known.items()} or {}
-        answers[task] = [env._answers[cue] for cue in range(3)]
-    assert answers[0] != answers[1]
+        env = Cues(tasks=2, cues=4, actions=3, task=task, layout=1)
+        env.reset(seed=0)
+        tried = [played(env, lambda cue, action=action: action) for action in range(3)]
+        key = {cue: next(action for action in range(3) if tried[action][cue]) for cue in range(4)}
+        assert sum(played(env, key.__getitem__).values()) == pytest.approx(1.0)
+        assert [sum(rewards[cue] > 0 for rewards in tried) for cue in range(4)] == [1] * 4
+        keys.append(key)
+    assert keys[0] != keys[1]
