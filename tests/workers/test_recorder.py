@@ -51,6 +51,8 @@ EXPERIMENT = SimpleNamespace(
     steps=1000,
     log_every=1.0,
     evaluation=SimpleNamespace(target=None),
+    loggers=(),
+    model_dump=lambda mode: {},
 )
 
 
