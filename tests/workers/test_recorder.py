@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.display import console
-from shoal.runs import directory, files, metrics
+from shoal.runs import directory, files, loggers, metrics
 from shoal.services.journal import Journal
 from shoal.workers import recorder
 from shoal.workers.recorder import Recorder, shares
@@ -102,7 +102,7 @@ def test_rows_tell_what_bandits_chose_and_what_came_of_it(tmp_path: Path, clock:
     assert rows[0]["arms"] == {"0": {"episodes": 1, "score": 5.0}, "3": {"episodes": 1, "score": 1.0}}
     assert rows[1]["arms"] == {"0": {"episodes": 1, "score": 7.0}, "3": {"episodes": 1, "score": 2.0}}
     assert "arms" not in rows[2]
-    assert ("bandit/score/03", 2.0) in metrics.scalars(rows[1])
+    assert ("bandit/score/03", 2.0) in loggers.scalars(rows[1])
 
 
 def test_rows_reach_the_disk_with_a_checkpoint(tmp_path: Path, clock: list[float], watched: Watcher) -> None:
