@@ -58,13 +58,13 @@ class Export:
     def __str__(self) -> str:
         """What it takes and gives, and how exact it is."""
         made = self.signature
-        told = [f"exported: {self.path} ({made['algorithm']} for {made['environment']}, {made['steps']:,} steps)"]
+        lines = [f"exported: {self.path} ({made['algorithm']} for {made['environment']}, {made['steps']:,} steps)"]
         for side in ("inputs", "outputs"):
             each = (f"{one['name']} {one['dtype']} [{', '.join(map(str, one['shape']))}]" for one in made[side])
-            told.append(f"{side}: {'; '.join(each)}")
+            lines.append(f"{side}: {'; '.join(each)}")
         choices = f", {self.differing} other choices" if self.differing else ""
-        told.append(f"checked on {SIZE * STEPS} random observations: largest difference {self.difference:.1e}{choices}")
-        return "\n".join(told)
+        lines.append(f"checked on {SIZE * STEPS} random observations: largest difference {self.difference:.1e}{choices}")
+        return "\n".join(lines)
 
 
 class Decision(nn.Module):

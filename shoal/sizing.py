@@ -22,8 +22,8 @@ SIZES = (4, 8, 16, 32, 64)  # fewer would see too little at a time
 SECONDS = 0.1  # for which each number of environments is tried
 GAIN = 1.2  # how much faster twice as many environments must make an actor
 PATIENCE = 30.0  # seconds after which an environment that does not answer is left to the run, which says so
-UPDATES = 200  # at least so many batches in a run, where a batch grows with the number of environments
-LAG = 16  # at most so many batches in the rollouts that all actors have begun, where it does not
+UPDATES = 200  # the fewest batches in a run, where a batch grows with the number of environments
+LAG = 16  # the most batches in the rollouts that all actors have begun, where it does not
 
 
 def sized(experiment: Experiment) -> Experiment:
@@ -106,11 +106,11 @@ def tried(experiment: Experiment, sizes: list[int]) -> dict[int, float]:
 
 
 def speed(experiment: Experiment, size: int) -> float:
-    """Steps per second of an actor with so many environments."""
-    worlds = envs.make(experiment.environment, size, seed=experiment.seed)
+    """Steps per second of an actor with this number of environments."""
+    vector = envs.make(experiment.environment, size, seed=experiment.seed)
     try:
-        policy = Follower(experiment.algorithm, worlds.spec, experiment.actor_device)
-        rollout = Rollout(experiment, 0, worlds, policy.net, policy.device)
+        policy = Follower(experiment.algorithm, vector.spec, experiment.actor_device)
+        rollout = Rollout(experiment, 0, vector, policy.net, policy.device)
         moments = [time.perf_counter()]
         while moments[-1] - moments[0] < SECONDS or len(moments) < 5:
             rollout.act(experiment.algorithm, 0)
@@ -118,4 +118,4 @@ def speed(experiment: Experiment, size: int) -> float:
         # Not the mean: others may be using the machine, and the first are slow.
         return size / float(np.quantile(np.diff(moments), 0.25))
     finally:
-        worlds.close()
+        vector.close()

@@ -85,7 +85,7 @@ class Impala(Settings):
     evaluation_policy: Literal["mode", "sample"] = Field(
         "mode", description="Whether evaluations take the policy's mode, or draw from it as actors do."
     )
-    # arXiv:1811.11682 (CLEAR), section 3: half of each batch is old.
+    # arXiv:1811.11682 (CLEAR) takes half of each batch from its replay.
     mixture: dict[str, Part] | None = Field(
         None, description="Stores, by a name of yours, of which each gives its share of a batch; null: fresh only."
     )

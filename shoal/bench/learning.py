@@ -32,7 +32,7 @@ class Task:
 
 def atari(config: str, game: str, reference: str, source: str) -> Task:
     """Another game by the config of one: what suits a single game is not what a table of games should show."""
-    return Task(config, reference, source, (f"environment.id=ALE/{game}-v5",))
+    return Task(config, reference, source, (f"environment.id=ALE/{game}-v5", "steps=10000000"))
 
 
 def mujoco(config: str, name: str, reference: str, source: str, *changes: str) -> Task:

@@ -95,7 +95,7 @@ def carry_out(
     each that runs, again and again; where it answers True the run is stopped in order. So is whatever still runs when
     nobody listens any more, and goes on from there the next time.
     """
-    waiting, running, told = iter(jobs), dict[Job, subprocess.Popen[str]](), set[Job]()
+    waiting, running, stopped = iter(jobs), dict[Job, subprocess.Popen[str]](), set[Job]()
     try:
         while True:
             while len(running) < at_once and (job := next(waiting, None)) is not None:
@@ -109,8 +109,8 @@ def carry_out(
                 try:
                     process.wait(TICK / len(running))
                 except subprocess.TimeoutExpired:
-                    if job not in told and watch(job):
-                        told.add(job)
+                    if job not in stopped and watch(job):
+                        stopped.add(job)
                         process.send_signal(signal.SIGINT)
                     continue
                 _close(running.pop(job))

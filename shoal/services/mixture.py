@@ -76,7 +76,7 @@ class Mixture:
         return batch and {name: value for name, value in batch.items() if name not in ("part", "uses")}
 
     def draw(self, counts: Mapping[str, int], version: int) -> Mapping[str, Tree] | None:
-        """So many items of each part, from which the learner chooses; None: too little fresh experience yet.
+        """The candidates of each part, from which the learner chooses; None: too little fresh experience yet.
 
         Besides a batch it holds the `part` of each item by number, and its `uses`: how often it was chosen. Of an
         attentive part, the newest item comes before those that were drawn.

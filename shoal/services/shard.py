@@ -16,7 +16,7 @@ from shoal.services.replay import Replay
 
 
 class Shard:
-    """A replay that holds its share of the items, draws when it is told to, and takes as many as it is allowed to.
+    """A replay that holds its share of the items, draws as many as the learner asks for, and takes as many as it is allowed to.
 
     It begins with a new `life`: what was known of the items of another life does not apply to these.
     """
@@ -29,7 +29,7 @@ class Shard:
         mine = {"capacity": math.ceil(settings.capacity / count), "samples_per_insert": None}
         self.store = Replay(settings.model_copy(update=mine), batch, overlap, stack, choices)
         self.life = secrets.randbits(62)
-        # Items in all, until it is told otherwise.
+        # Items in all, until the learner sets another number.
         self.allowed: float = math.ceil(settings.minimum / count) if limited else math.inf
 
     def admit(self, actor: int, version: int, count: int) -> bool:

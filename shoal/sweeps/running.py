@@ -37,7 +37,7 @@ class Running:
     left: set[Job] = field(default_factory=set)
     problem: str = ""
     stopped: bool = False  # by the pruner
-    told: bool = False
+    concluded: bool = False
 
 
 class Sweep:
@@ -113,9 +113,9 @@ class Sweep:
 
     def _conclude(self, trial: Running) -> None:
         """End a trial once all its runs have."""
-        if trial.left or trial.told:
+        if trial.left or trial.concluded:
             return
-        trial.told = True
+        trial.concluded = True
         score = None if trial.problem or trial.stopped else results.score(self.plan, self.folder, trial.number)
         if score is None and not (trial.problem or trial.stopped):
             trial.problem = f"no evaluation with a finite mean: see {trial.jobs[0].log}"

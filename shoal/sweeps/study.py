@@ -127,7 +127,7 @@ class Study:
         return stop
 
     def mark(self, number: int) -> None:
-        """Remember that a trial is being stopped early, before it is told."""
+        """Remember that a trial is being stopped early, before its runs are."""
         self.asked[number].set_user_attr("stopped", True)
 
     def marked(self, number: int) -> bool:

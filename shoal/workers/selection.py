@@ -99,7 +99,7 @@ class Selection:
         return {key: value for key, value in batch.items() if key not in ("part", "uses")} | {"record": record}
 
     def _select(self, name: str, columns: Array, drawn: Mapping[str, Any], store: Mixture, model: Model) -> Array:
-        """Of a part's candidates those to learn from; the store is told their distances."""
+        """Of a part's candidates those to learn from; the store receives their distances."""
         part, size = self.mixture[name], self.sizes[name]
         attentive = int(part.kind == "attentive")  # its first item is the newest, and no candidate
         candidates = columns[attentive:]
