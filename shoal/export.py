@@ -63,8 +63,8 @@ class Export:
             each = (f"{one['name']} {one['dtype']} [{', '.join(map(str, one['shape']))}]" for one in made[side])
             lines.append(f"{side}: {'; '.join(each)}")
         choices = f", {self.differing} other choices" if self.differing else ""
-        lines.append(f"checked on {SIZE * STEPS} random observations: largest difference {self.difference:.1e}{choices}")
-        return "\n".join(lines)
+        checked = f"checked on {SIZE * STEPS} random observations: largest difference {self.difference:.1e}{choices}"
+        return "\n".join([*lines, checked])
 
 
 class Decision(nn.Module):

@@ -16,7 +16,7 @@ from shoal.services.replay import Replay
 
 
 class Shard:
-    """A replay that holds its share of the items, draws as many as the learner asks for, and takes as many as it is allowed to.
+    """A replay that holds its share of the items, draws what the learner asks for, and takes as many as are allowed.
 
     It begins with a new `life`: what was known of the items of another life does not apply to these.
     """
