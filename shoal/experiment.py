@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeAlias, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import yaml
 from pydantic import (
@@ -23,6 +21,7 @@ from pydantic import (
 
 from shoal.algorithms import ALGORITHMS
 from shoal.algorithms import find as find_algorithm
+from shoal.complaints import explain
 from shoal.configs import read
 from shoal.core.algorithm import (
     Algorithm,
@@ -37,7 +36,7 @@ from shoal.core.algorithm import (
     HasTopology,
 )
 from shoal.core.codec import Codec
-from shoal.core.errors import Fatal, SettingsError, ShoalError, nearest
+from shoal.core.errors import Fatal, SettingsError, nearest
 from shoal.core.machine import cores
 from shoal.core.mixing import Mixing, problem_of, queue_of, shares
 from shoal.core.recipe import path_of
@@ -48,8 +47,6 @@ from shoal.envs import Environment, check, spec_of
 from shoal.envs.given import check_engine
 from shoal.runs import directory
 
-SYNONYMS = {"gpu": "cuda"}  # what people write → what it is called here
-CLOSE = 0.75  # how near a name must be to be suggested where it does not stand
 ENVS = 8  # environments per actor where nothing says how many are fast
 
 
@@ -182,6 +179,13 @@ class Experiment(Settings):
         "auto",
         description="Number of actors or gradient workers; auto: one per core, less one for a learner beside them.",
     )
+    learners: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Number of learners, each with an equal share of every batch and of the actors; they average "
+        "their gradients and update as one.",
+    )
     envs: Count = Field(
         "auto",
         description="Environments per actor; auto: as many as make it faster, tried when the run begins (lockstep: 8).",
@@ -253,6 +257,8 @@ class Experiment(Settings):
             )
         if self.mixture is not None:
             self._fits_mixture(self.mixture)
+        if self.learners > 1:
+            self._fits_learners()
         if self.shared and self.device == "cuda":
             raise ValueError("device cuda: gradient workers run on the CPU, where their network is shared")
         if self.envs != "auto" or self.lockstep:  # else a number is found for which this is true
@@ -267,8 +273,32 @@ class Experiment(Settings):
                 problem = "the last stage has no target: evaluation.target ends a run" if last else "it needs a target"
                 raise ValueError(f"curriculum, stage {number} of {len(self.curriculum)}: {problem}")
 
+    def _fits_learners(self) -> None:
+        """Refuse several learners where there is none, or where they would have nothing to share."""
+        if self.shared:
+            raise ValueError(f"learners {self.learners}: topology {self.topology_name} has none; allowed here: 1")
+        if self.replay and self.replay.shards > 1:
+            raise ValueError(
+                f"learners {self.learners}: each has a replay of its own, so algorithm.replay.shards must be 1"
+            )
+        if self.mixture is not None or self.circular:
+            store = "circular" if self.mixture is None else "mixture"
+            raise ValueError(
+                f"learners {self.learners}: each has a queue or a replay of its own, so algorithm.{store} needs "
+                "learners: 1"
+            )
+        if self.learners > self.actor_count:
+            raise ValueError(
+                f"learners {self.learners}: there are only {self.actor_count} actors, and each learner needs one: "
+                "lower learners, or raise actors"
+            )
+
     def _fits_batch(self) -> None:
         """Refuse numbers of environments from which no batch can be made."""
+        if self.batch_size % self.learners:
+            raise ValueError(
+                f"learners {self.learners}: a batch of {self.batch_size} items cannot be shared equally among them"
+            )
         pieces = self.algorithm.minibatches if isinstance(self.algorithm, HasMinibatches) else 1
         if pieces > self.fresh_size and self.algorithm.experience.initial:
             raise ValueError(
@@ -295,12 +325,12 @@ class Experiment(Settings):
         """Refuse batches for which experience would be older than allowed, however the actors are slowed down."""
         if lag is not None and (self.env_count - 1) // self.fresh_size > lag:
             raise ValueError(
-                f"algorithm.batch {self.fresh_size}: the {self.env_count} items of one actor fill several batches, the "
+                f"{self._batch_in_words}: the {self.env_count} items of one actor fill several batches, the "
                 f"last more than max_lag {lag} versions old: raise algorithm.batch or max_lag, or lower envs"
             )
         if lag == 0 and self.fresh_size % self.env_count:
             raise ValueError(
-                f"algorithm.batch {self.fresh_size}: with max_lag 0 a batch consists of whole rollouts, so it must be "
+                f"{self._batch_in_words}: with max_lag 0 a batch consists of whole rollouts, so it must be "
                 f"a multiple of envs {self.env_count}"
             )
 
@@ -374,15 +404,29 @@ class Experiment(Settings):
 
     @property
     def fresh_size(self) -> int:
-        """Items of each batch that come from the queue."""
+        """Items of each learner's batch that come from its queue."""
         mixture = self.mixture
-        return self.batch_size if mixture is None else shares(mixture, self.batch_size)[queue_of(mixture)]
+        return self.share if mixture is None else shares(mixture, self.batch_size)[queue_of(mixture)]
+
+    @property
+    def _batch_in_words(self) -> str:
+        among = f" among {self.learners} learners, {self.share} each" if self.learners > 1 else ""
+        return f"algorithm.batch {self.fresh_size * self.learners}{among}"
 
     @property
     def queue_capacity(self) -> int:
-        """Most items that wait for the learner."""
+        """Most items that wait for a learner."""
         own = None if self.mixture is None else self.mixture[queue_of(self.mixture)].capacity
         return own or self.queue * self.fresh_size
+
+    def share(self) -> int:
+        """Items per update of each learner."""
+        return self.batch_size // self.learners
+
+    @property
+    def prioritized(self) -> bool:
+        """Whether items are drawn by priority."""
+        return self.mixture is not None or (self.replay is not None and self.replay.alpha > 0)
 
     @property
     def learner_threads(self) -> int:
@@ -461,7 +505,7 @@ def validate(tree: Mapping[str, Any]) -> Experiment:
     try:
         return Experiment.model_validate(tree)
     except ValidationError as error:
-        raise SettingsError(explain(error, tree)) from None
+        raise SettingsError(explain(error, Experiment, tree)) from None
 
 
 def check_environment(experiment: Experiment) -> None:
@@ -475,73 +519,6 @@ def check_environment(experiment: Experiment) -> None:
     for number, spec in enumerate(specs, 1):
         if spec != specs[0]:
             raise SettingsError(f"curriculum: stage {number} shows or takes {spec}, but stage 1 {specs[0]}")
-
-
-def explain(error: ValidationError, tree: Any) -> str:
-    """Say for each mistake where it is, what is allowed, and the nearest name."""
-    lines = []
-    for problem in error.errors():
-        path = [str(part) for part in problem["loc"]]
-        lines.append(f"{'.'.join(path) or 'settings'}: {_complaint(problem, path, tree)}")
-    return "\n".join(lines)
-
-
-def _complaint(problem: Any, path: list[str], tree: Any) -> str:
-    """What is wrong in one place."""
-    kind, message = problem["type"], problem["msg"].removeprefix("Value error, ")
-    model = _model_at(path[:-1], tree)
-    if kind == "extra_forbidden" and model is not None:
-        known = [name for name, field in model.model_fields.items() if not field.exclude]
-        known += ["name"] if path[:-1] == ["algorithm"] else []
-        return f"unknown setting; allowed: {', '.join(known)}{_suggested(path, known, tree)}"
-    if kind == "missing" and model is not None:
-        return f"missing; {model.model_fields[path[-1]].description}"
-    if kind == "value_error":
-        return message  # type: ignore[no-any-return]
-    choices = re.findall(r"'([^']*)'", problem["ctx"]["expected"]) if kind == "literal_error" else []
-    given = SYNONYMS.get(str(problem["input"]).lower(), str(problem["input"]))
-    return f"{message}, got {problem['input']!r}{nearest(given, choices)}"
-
-
-def _suggested(path: list[str], known: list[str], tree: Any) -> str:
-    """A suggestion: a setting of this name that belongs to a part, else the nearest one here, else in a part."""
-    name = path[-1]
-    inside = {place.rpartition(".")[2]: place for place in _below(path[:-1], tree)}
-    if name not in inside and (near := nearest(name, known)):
-        return near
-    match = difflib.get_close_matches(name, inside, n=1, cutoff=CLOSE)
-    return f"; did you mean {inside[match[0]]!r}?" if match else ""
-
-
-def _below(path: list[str], tree: Any) -> Iterator[str]:
-    """The settings of all parts of what a path leads to, those near to it last."""
-    model = _model_at(path, tree)
-    for name in model.model_fields if model else ():
-        if (part := _model_at([*path, name], tree)) is not None:
-            yield from _below([*path, name], tree)
-            yield from (".".join([*path, name, inner]) for inner in part.model_fields)
-
-
-def _model_at(path: list[str], tree: Any) -> type[BaseModel] | None:
-    """The settings model that a path leads to."""
-    model: Any = Experiment
-    for part in path:
-        if part == "algorithm" and model is Experiment:
-            try:
-                model = find_algorithm(tree["algorithm"]["name"])
-            except (KeyError, TypeError, ShoalError):  # which has a complaint of its own
-                return None
-            continue
-        if part.isdigit():  # one of several
-            continue
-        if get_origin(model) is dict:  # the names in it are the user's
-            model = get_args(model)[1]
-            continue
-        field = getattr(model, "model_fields", {}).get(part)
-        model = field and field.annotation
-        if get_origin(model) is not dict:
-            model = next(iter(get_args(model)), model)
-    return model if isinstance(model, type) and issubclass(model, BaseModel) else None
 
 
 def as_yaml(experiment: Experiment) -> str:

@@ -24,6 +24,7 @@ from shoal.services.journal import Journal
 from shoal.services.mixture import Mixture
 from shoal.services.parameters import Parameters
 from shoal.services.queue import Queue
+from shoal.services.reduction import Reduction
 from shoal.services.replay import Replay
 from shoal.services.shard import Shard
 from shoal.workers.recorder import record
@@ -58,7 +59,7 @@ def options(experiment: Experiment, resumed_at: int = 0) -> Options:
         restartable=frozenset({"evaluator", *players(experiment), *spare}),
         expendable=frozenset(spare),
         # A learner goes back to its checkpoint; under lockstep that would not repeat what the others did since.
-        revivable=frozenset() if experiment.lockstep else frozenset({"learner"}),
+        revivable=frozenset() if experiment.lockstep else frozenset(learner_names(experiment)),
         machines=machines(experiment) if experiment.engine == "cluster" else None,
         room=room(experiment) if experiment.engine == "ray" else None,
         **experiment.limits.model_dump(),
@@ -114,7 +115,18 @@ def homes(experiment: Experiment) -> dict[str, str]:
     if experiment.shared:
         return {}
     shards = {f"store-{index}": name for index, name in enumerate(shard_names(experiment))}
-    return dict.fromkeys(("store", "parameters", "checkpoints"), "learner") | shards
+    own = {store_of(name): name for name in learner_names(experiment)}
+    return dict.fromkeys(("reduction", "parameters", "checkpoints"), "learner") | own | shards
+
+
+def learner_names(experiment: Experiment) -> list[str]:
+    """The names of the learners, the first of which leads."""
+    return ["learner", *(f"learner-{index}" for index in range(1, experiment.learners))]
+
+
+def store_of(learner: str) -> str:
+    """The name of a learner's store."""
+    return learner.replace("learner", "store")
 
 
 def shard_names(experiment: Experiment) -> list[str]:
@@ -141,7 +153,7 @@ def serve_store(experiment: Experiment, engine: Engine, name: str = "store") -> 
     """A queue where every item is used once, a ring of batches used in turn, a replay, or a mixture."""
     spec = envs.spec_of(experiment.environment)
     choices = [*spec.action.choices]
-    size, room, lockstep = experiment.batch_size, experiment.queue_capacity, experiment.lockstep
+    size, room, lockstep = experiment.share, experiment.queue_capacity, experiment.lockstep
     shape = replay_shape(experiment, spec)
     store: Store
     if experiment.mixture is not None:
@@ -152,7 +164,8 @@ def serve_store(experiment: Experiment, engine: Engine, name: str = "store") -> 
     elif experiment.replay is None:
         store = engine.serve(name, Queue, room, size, experiment.max_lag, choices, lockstep)
     else:
-        store = engine.serve(name, Replay, experiment.replay, size, *shape, choices)
+        kept = {key: -(-getattr(experiment.replay, key) // experiment.learners) for key in ("capacity", "minimum")}
+        store = engine.serve(name, Replay, experiment.replay.model_copy(update=kept), size, *shape, choices)
     return store
 
 
@@ -213,13 +226,20 @@ def start(
 def actors_and_learner(experiment: Experiment, engine: Engine, run: Path, state: Mapping[str, Any], desk: Desk) -> str:
     """Actors fill a store, a learner takes from it; returns who ends last, as the others do."""
     from shoal.workers.actor import act
+    from shoal.workers.joint import assist
     from shoal.workers.learner import learn
 
+    names = learner_names(experiment)
     shards = serve_shards(experiment, engine)
-    store = shards or serve_store(experiment, engine)
-    engine.run("learner", learn, experiment, store, desk.parameters, desk.journal, desk.checkpoints)
+    stores = [] if shards else [serve_store(experiment, engine, store_of(name)) for name in names]
+    others = stores[1:]
+    reduction = engine.serve("reduction", Reduction, names) if others else None
+    given = (desk.parameters, desk.journal, desk.checkpoints, others, reduction)
+    engine.run("learner", learn, experiment, shards or stores[0], *given)
+    for name, store in zip(names[1:], others, strict=True):
+        engine.run(name, assist, experiment, store, reduction, desk.journal)
     for index, name in enumerate(players(experiment)):
-        own = shards[index % len(shards)] if shards else store
+        own = shards[index % len(shards)] if shards else stores[index % len(stores)]
         engine.run(name, act, experiment, index, state.get("period", 0), own, desk.parameters, desk.journal)
     return "learner"
 

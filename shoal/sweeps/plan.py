@@ -13,12 +13,13 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, field_validator
 
+from shoal.complaints import explain
 from shoal.configs import read
 from shoal.core.errors import SettingsError, nearest
 from shoal.core.machine import cores
 from shoal.core.settings import Settings
 from shoal.core.tree import flat
-from shoal.experiment import Count, Experiment, check_environment, explain, validate
+from shoal.experiment import Count, Experiment, check_environment, validate
 
 BOUNDS = ("low", "high", "log", "step")
 EXAMPLE = "{low: 1e-4, high: 1e-2, log: true}"
@@ -149,7 +150,7 @@ def read_plan(file: Path) -> Plan:
     try:
         plan = Plan.model_validate(tree)
     except ValidationError as error:
-        raise SettingsError(f"{file}: {explain(error, tree)}") from None
+        raise SettingsError(f"{file}: {explain(error, Experiment, tree)}") from None
     check(plan, file)
     return plan
 

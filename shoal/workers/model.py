@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -38,6 +38,9 @@ class Optimizes(Protocol):
 
 
 OptimizerStep: TypeAlias = Callable[[Algorithm[Any], nn.Module, nn.Module, Optimizes, Batch], Loss]
+# Likewise, but it yields while it waits for others to bring their part.
+JointStep: TypeAlias = Callable[[Algorithm[Any], nn.Module, nn.Module, Optimizes, Batch], Generator[bool, None, Loss]]
+Updated: TypeAlias = tuple[Array | None, int, dict[str, float]]  # new priorities, the updates made, and metrics
 
 
 def pick_device(name: str) -> torch.device:
@@ -95,12 +98,16 @@ class Model:
         self.step = Divided(Captured(optimizer_step, self.optimizer) if captured else optimizer_step, exact)
         self.backup = Backup(self.net, self.optimizer)
 
-    def update(
-        self, algorithm: Algorithm[Any], batch: Batch, updates: int
-    ) -> tuple[Array | None, int, dict[str, float]]:
+    def update(self, algorithm: Algorithm[Any], batch: Batch, updates: int) -> Updated:
         """Learn from a batch, given the updates so far; return new priorities, the updates made, and metrics."""
+        return finished(self.updating(algorithm, batch, updates, alone(self.step)))
+
+    def updating(
+        self, algorithm: Algorithm[Any], batch: Batch, updates: int, step: JointStep
+    ) -> Generator[bool, None, Updated]:
+        """The same with others, in steps that yield while they wait for them."""
         parts = self.net, self.target, self.optimizer
-        priority, count, metrics = update(algorithm, *parts, batch, self.backup, self.step)
+        priority, count, metrics = yield from passes(algorithm, *parts, batch, self.backup, step)
         if self.every and updates // self.every != (updates + count) // self.every:
             self.following.move(tau_of(algorithm))
         return priority, count, metrics
@@ -201,6 +208,12 @@ def optimizer_step(
     the step is taken, and whoever reads the metrics takes it back.
     """
     loss, total = differentiated(algorithm, net, target, optimizer, batch, min(pieces, len(batch.weight)))
+    descend(algorithm, net, optimizer, loss, total)
+    return loss
+
+
+def descend(algorithm: Algorithm[Any], net: nn.Module, optimizer: Optimizes, loss: Loss, total: torch.Tensor) -> None:
+    """Clip the gradients, and step down them if they and the loss are finite."""
     if algorithm.clip_norm is not None:
         parts = algorithm.parts(net) if isinstance(algorithm, HasParts) else [net]
         norms = [torch.nn.utils.clip_grad_norm_(part.parameters(), algorithm.clip_norm) for part in parts]
@@ -212,7 +225,6 @@ def optimizer_step(
     loss.metrics["finite"] = finite.float()
     if finite.is_cuda or finite:
         optimizer.step()
-    return loss
 
 
 def differentiated(
@@ -252,7 +264,41 @@ def update(
     batch: Batch,
     backup: Backup,
     step: OptimizerStep = optimizer_step,
-) -> tuple[Array | None, int, dict[str, float]]:
+) -> Updated:
+    """Go over a batch alone, as in `passes`."""
+    return finished(passes(algorithm, net, target, optimizer, batch, backup, alone(step)))
+
+
+def alone(step: OptimizerStep) -> JointStep:
+    """A step that waits for nobody."""
+
+    def stepping(
+        algorithm: Algorithm[Any], net: nn.Module, target: nn.Module, optimizer: Optimizes, batch: Batch
+    ) -> Generator[bool, None, Loss]:
+        yield from ()
+        return step(algorithm, net, target, optimizer, batch)
+
+    return stepping
+
+
+def finished(work: Generator[bool, None, Updated]) -> Updated:
+    """The result of an update that waits for nobody."""
+    try:
+        next(work)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+    raise AssertionError("an update that waits for others cannot be finished at once")
+
+
+def passes(
+    algorithm: Algorithm[Any],
+    net: nn.Module,
+    target: nn.Module,
+    optimizer: Optimizes,
+    batch: Batch,
+    backup: Backup,
+    step: JointStep,
+) -> Generator[bool, None, Updated]:
     """Go over a batch in epochs and minibatches; return new priorities, if items can come again, and metrics.
 
     Where a loss or a gradient was not finite, the update is undone as far as it was not skipped, and the only metric is
@@ -273,7 +319,7 @@ def update(
     sums: dict[str, torch.Tensor] = {}
     pieces = 0
     for piece in [prepared] if whole else shuffled(prepared, epochs, minibatches):
-        loss = step(algorithm, net, target, optimizer, piece)
+        loss = yield from step(algorithm, net, target, optimizer, piece)
         pieces += 1
         for name, value in loss.metrics.items():
             sums[name] = sums.get(name, 0.0) + value.detach()

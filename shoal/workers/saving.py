@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from shoal.core.errors import Fatal
 from shoal.core.tree import to_numpy
-from shoal.core.types import Array, Store
+from shoal.core.types import Array
 from shoal.workers.progress import Progress
 
 if TYPE_CHECKING:
@@ -59,13 +59,32 @@ def load_weights(net: nn.Module, weights: Mapping[str, Array]) -> None:
         raise Fatal(f"the saved weights do not fit the network of these settings: {error}") from None
 
 
-def resume(saved: Mapping[str, Any] | None, model: Model, store: Store, journal: Journal) -> Progress:
+def contents(model: Model | SharedModel) -> dict[str, Any]:
+    """The arrays of a model: what `to_arrays` has, and the target network."""
+    target = {"target": to_numpy(model.target.state_dict())} if model.every else {}
+    return {**to_arrays(model.net, model.optimizer), **target}
+
+
+def from_contents(model: Model, saved: Mapping[str, Any]) -> None:
+    """Restore what `contents` returned."""
+    from_arrays(model.net, model.optimizer, saved)
+    if model.every:
+        load_weights(model.target, saved.get("target", saved["weights"]))
+
+
+class Settles(Protocol):
+    """What a checkpoint asks of a store, or of several."""
+
+    def settle(self) -> Mapping[str, Array]: ...
+
+    def restore(self, saved: Mapping[str, Array]) -> None: ...
+
+
+def resume(saved: Mapping[str, Any] | None, model: Model, store: Settles, journal: Journal) -> Progress:
     """Continue from a checkpoint, or begin where there is none."""
     now = Progress.of(saved)
     if saved is not None:
-        from_arrays(model.net, model.optimizer, saved)
-        if model.every:
-            load_weights(model.target, saved.get("target", saved["weights"]))
+        from_contents(model, saved)
         store.restore(saved.get("store", {}))
         journal.went_back(now.steps)
     return now
@@ -79,7 +98,7 @@ class Saver:
         experiment: Experiment,
         checkpoints: Checkpoints,
         journal: Journal,
-        store: Store | None,
+        store: Settles | None,
         steps: int,
         good: int | None = None,
     ) -> None:
@@ -107,10 +126,8 @@ class Saver:
             self._write(now, model, self.store, scheduled)
         self.last, self.saved = now.steps, time.monotonic()
 
-    def _write(self, now: Progress, model: Model | SharedModel, store: Store | None, scheduled: bool) -> None:
-        content = to_arrays(model.net, model.optimizer)
-        if model.every:
-            content["target"] = to_numpy(model.target.state_dict())
+    def _write(self, now: Progress, model: Model | SharedModel, store: Settles | None, scheduled: bool) -> None:
+        content = contents(model)
         if store is not None:
             content["store"] = store.settle()
         state = {**asdict(now), "scheduled": scheduled, "journal": self.journal.state()}

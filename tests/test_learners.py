@@ -1,0 +1,110 @@
+"""Whole runs with several learners: equal to one, alike on every engine, resumed exactly, killed and revived."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from safetensors.numpy import load_file
+
+import shoal
+from shoal.core.errors import SettingsError
+from shoal.experiment import load
+from shoal.runs import checkpoint
+from tests.pace import long
+from tests.programs import outcome, small
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+NETWORK = {"hidden": [16]}
+KEPT = {"capacity": 300, "minimum": 40, "samples_per_insert": 4, "alpha": 0.6, "chunk": 4}
+ALGORITHMS: dict[str, Any] = {
+    # Actors wait for the learners, so that neither number nor order of workers changes what they play.
+    "impala": {"name": "impala", "batch": 4, "unroll": 5, "max_lag": 0, "network": NETWORK},
+    "dqn": {"name": "dqn", "batch": 8, "n": 2, "target_every": 20, "replay": KEPT, "network": NETWORK},
+}
+
+
+def settings(algorithm: str, **more: Any) -> dict[str, Any]:
+    return small(ALGORITHMS[algorithm], lockstep=True, learners=2, **more)
+
+
+def weights(run: shoal.Run) -> dict[str, Any]:
+    return load_file(checkpoint.find(run.directory, "newest") / "weights.safetensors")
+
+
+@pytest.mark.parametrize("engine", ["inline", long("processes")])
+def test_two_learners_learn_what_one_learns(engine: str, tmp_path: Path) -> None:
+    runs = [
+        shoal.train(settings("impala", engine=engine, steps=250), tmp_path / str(learners), learners=learners)
+        for learners in (1, 2)
+    ]
+    assert runs[0].summary["updates"] > 10
+    assert outcome(runs[0])[0][1:] == outcome(runs[1])[0][1:]
+    assert outcome(runs[0])[1] == outcome(runs[1])[1]
+    one, two = map(weights, runs)
+    for name, array in one.items():
+        np.testing.assert_allclose(two[name], array, atol=1e-5)  # but for the order in which gradients are summed
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "engines"),
+    [
+        ("dqn", ["processes"]),
+        long("impala", ["processes"]),
+        long("impala", ["threads", "cluster", "ray"]),
+        long("dqn", ["threads", "cluster", "ray"]),
+    ],
+)
+def test_lockstep_gives_the_same_bits_and_resumes_exactly(
+    hosted: Any, algorithm: str, engines: list[str], tmp_path: Path
+) -> None:
+    whole = shoal.train(settings(algorithm, engine="inline", steps=300), tmp_path / "inline")
+    for engine in engines:
+        assert outcome(shoal.train(settings(algorithm, **hosted(engine), steps=300), tmp_path / engine)) == outcome(
+            whole
+        )
+    part = tmp_path / "part"
+    shutil.copytree(whole.directory, part)
+    for path in checkpoint.paths(part)[1:]:
+        shutil.rmtree(path)
+    assert outcome(shoal.resume(part)) == outcome(whole)
+
+
+@pytest.mark.long  # tests/services/test_reduction.py and tests/engines/test_conformance.py have its two halves
+@pytest.mark.parametrize("victim", ["learner-1", "learner"])
+def test_when_a_learner_is_killed_all_go_back_to_the_same_checkpoint(command: Any, victim: str, tmp_path: Path) -> None:
+    changes = ("actors=2", "envs=2", "learners=2", "algorithm.batch=8", "steps=6000", "evaluation.target=null",
+               "evaluation.every=6000", "evaluation.episodes=1", "checkpoints.every=500", "log_every=0.1")  # fmt: skip
+    process = command("train", CONFIGS / "impala_cartpole.yaml", "--run-dir", tmp_path / "run", *changes)
+    for line in process.stderr:
+        if "lag" in line:
+            break
+    children = psutil.Process(process.pid).children(recursive=True)
+    next(child for child in children if child.name() == victim).kill()
+    _, log = process.communicate()
+    assert process.returncode == 0, log
+    assert f"{victim} was killed by SIGKILL" in log
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] >= 6_000
+    assert [summary["workers"][name]["restarts"] for name in ("learner", "learner-1")] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"learners": 3}, "learners 3: there are only 2 actors"),
+        ({"algorithm.batch": 5, "queue": 9}, "a batch of 5 items cannot be shared equally"),
+        ({"algorithm": {**ALGORITHMS["dqn"], "replay": {**KEPT, "shards": 2}}}, "replay.shards must be 1"),
+        ({"algorithm": {"name": "a3c"}}, "topology gradient_workers has none; allowed here: 1"),
+        ({"learners": 0}, "learners: Input should be greater than or equal to 1"),
+        ({"algorithm.batch": 2}, "the 2 items of one actor fill several batches"),
+    ],
+)
+def test_learners_that_do_not_fit_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        load(settings("impala"), changes)
