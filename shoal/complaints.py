@@ -17,7 +17,7 @@ CLOSE = 0.75  # how near a name must be to be suggested where it does not stand
 
 
 def explain(error: ValidationError, root: type[BaseModel], tree: Any) -> str:
-    """Say for each mistake where it is, what is allowed, and the nearest name; `root` is the model of the whole tree."""
+    """Say for each mistake where it is, what is allowed, and the nearest name; `root` is the model of the tree."""
     lines = []
     for problem in error.errors():
         path = [str(part) for part in problem["loc"]]

@@ -36,7 +36,7 @@ from shoal.core.algorithm import (
     HasTopology,
 )
 from shoal.core.codec import Codec
-from shoal.core.errors import Fatal, SettingsError, nearest
+from shoal.core.errors import Fatal, SettingsError, ShoalError, nearest
 from shoal.core.machine import cores
 from shoal.core.mixing import Mixing, problem_of, queue_of, shares
 from shoal.core.recipe import path_of
@@ -419,6 +419,7 @@ class Experiment(Settings):
         own = None if self.mixture is None else self.mixture[queue_of(self.mixture)].capacity
         return own or self.queue * self.fresh_size
 
+    @property
     def share(self) -> int:
         """Items per update of each learner."""
         return self.batch_size // self.learners
