@@ -69,7 +69,7 @@ def test_lockstep_gives_the_same_bits_and_resumes_exactly(
         )
     part = tmp_path / "part"
     shutil.copytree(whole.directory, part)
-    for path in checkpoint.paths(part)[1:]:
+    for path in checkpoint.paths(part)[2:]:  # all but the beginning and the first with anything learned
         shutil.rmtree(path)
     assert outcome(shoal.resume(part)) == outcome(whole)
 

@@ -30,8 +30,7 @@ def put(reduction: Reduction, name: str, vector: Any, round_: int = 0, **numbers
 
 
 def test_the_mean_does_not_depend_on_who_comes_first(reduction: Reduction) -> None:
-    random = np.random.default_rng(0)
-    vectors = {name: random.normal(size=4) * 10.0**index for index, name in enumerate(NAMES)}
+    vectors = dict(zip(NAMES, ([1e8, 1, 2, 3], [1, 1, 2, 3], [-1e8, 1, 2, 3]), strict=True))  # floats lose the 1
     means = []
     for round_, order in enumerate((NAMES, NAMES[::-1], [NAMES[1], NAMES[0], NAMES[2]])):
         for index, name in enumerate(order):
@@ -39,7 +38,7 @@ def test_the_mean_does_not_depend_on_who_comes_first(reduction: Reduction) -> No
             put(reduction, name, vectors[name], round_, steps=float(index), loss=1.0)
         means.append(reduction.take(round_))
     assert all(np.array_equal(mean["vector"], means[0]["vector"]) for mean in means)
-    assert np.allclose(means[0]["vector"], np.mean([*vectors.values()], 0))
+    assert means[0]["vector"].tolist() == [0, 1, 2, 3]
     assert means[0]["numbers"] == {"steps": 1.0, "loss": 1.0}
     assert reduction.take(0) is None  # it is over
 
@@ -76,11 +75,11 @@ def test_what_does_not_fit_is_refused(reduction: Reduction) -> None:
 def test_who_begins_again_begins_with_the_first_round(reduction: Reduction) -> None:
     for name in NAMES:
         put(reduction, name, [1, 2, 3, 4])
-    put(reduction, "learner-1", [9, 9, 9, 9], 1)
+    put(reduction, "learner-1", [9, 9, 9, 9], 1)  # of a round that never ends
     call_as("learner")
     reduction.begin(4, {"state": {"steps": 3}})
     assert reduction.state() == {"state": {"steps": 3}}
-    for name in NAMES:
+    for name in ("learner", "learner-2", "learner-1"):  # whose gradient from before does not count
         assert reduction.take(0) is None
         put(reduction, name, [1, 1, 1, 1])
     assert reduction.take(0)["vector"].tolist() == [1, 1, 1, 1]
