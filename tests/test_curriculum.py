@@ -36,17 +36,21 @@ def settings(algorithm: str = "impala", **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "engine"),
+    ("algorithm", "engine", "learners"),
     [
-        ("impala", "inline"),
-        long("impala", "processes"),
-        long("impala", "threads"),
-        long("dqn", "inline"),
-        long("a3c", "inline"),
+        ("impala", "inline", 1),
+        long("impala", "processes", 1),
+        long("impala", "threads", 1),
+        long("dqn", "inline", 1),
+        long("a3c", "inline", 1),
+        long("impala", "processes", 2),
+        long("dqn", "inline", 2),
     ],
 )
-def test_stages_follow_scores_and_resume_with_the_same_bits(algorithm: str, engine: str, tmp_path: Path) -> None:
-    whole = shoal.train(settings(algorithm, engine=engine), tmp_path / "whole")
+def test_stages_follow_scores_and_resume_with_the_same_bits(
+    algorithm: str, engine: str, learners: int, tmp_path: Path
+) -> None:
+    whole = shoal.train(settings(algorithm, engine=engine, learners=learners), tmp_path / "whole")
     scores = [(row["stage"], row["length"]) for row in whole.rows() if row["kind"] == "evaluation"]
     assert scores[:3] == [(0, 2.0), (1, 3.0), (2, 5.0)]
     assert {*scores[3:]} <= {(2, 5.0)}
@@ -58,7 +62,13 @@ def test_stages_follow_scores_and_resume_with_the_same_bits(algorithm: str, engi
             shutil.rmtree(path)
         assert outcome(shoal.resume(part)) == outcome(whole)
     if engine != "inline":
-        assert outcome(whole) == outcome(shoal.train(settings(algorithm), tmp_path / "inline"))
+        assert outcome(whole) == outcome(shoal.train(settings(algorithm, learners=learners), tmp_path / "inline"))
+
+
+def test_stages_follow_scores_with_several_learners(tmp_path: Path) -> None:
+    run = shoal.train(settings(learners=2, steps=500), tmp_path / "run")
+    scores = [(row["stage"], row["length"]) for row in run.rows() if row["kind"] == "evaluation"]
+    assert scores[:3] == [(0, 2.0), (1, 3.0), (2, 5.0)]
 
 
 def test_actors_play_the_stage(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from shoal.core.tree import map_tree
 from shoal.core.types import Batch
 from shoal.nets.torsos import Architecture
 from shoal.services.reduction import Reduction
-from shoal.workers.joint import Joint
+from shoal.workers.joint import Joint, unless
 from shoal.workers.model import Model
 from shoal.workers.progress import Progress
 from tests.algorithms.conftest import SPECS, play
@@ -115,6 +115,47 @@ def test_a_share_that_is_not_finite_is_skipped_by_all() -> None:
     assert [result[1:] for result in together(works)] == [(0, {"skipped": 1.0})] * 2
     for model in models:
         assert all(torch.equal(before[key], value) for key, value in model.net.state_dict().items())
+
+
+def test_an_update_that_others_do_not_come_to_is_given_up_when_the_run_is_over() -> None:
+    algorithm, length = ALGORITHMS["impala"]
+    models, joints = crew(algorithm, Model(algorithm, SPEC, CPU))
+    before = copy.deepcopy(models[0].net.state_dict())
+    batch = play(algorithm, models[0].net, SPEC, length)
+    answers = iter([False, False, True])
+    work = unless(lambda: next(answers), models[0].updating(algorithm, batch, 0, joints[0].step))
+    assert next(work) is False
+    assert next(work) is False
+    with pytest.raises(StopIteration) as ended:
+        next(work)
+    assert ended.value.value is None
+    assert all(torch.equal(before[key], value) for key, value in models[0].net.state_dict().items())
+
+
+def test_an_update_that_others_come_to_is_made_whatever_the_answer_would_be() -> None:
+    algorithm, length = ALGORITHMS["impala"]
+    models, joints = crew(algorithm, Model(algorithm, SPEC, CPU))
+    batch = play(algorithm, models[0].net, SPEC, length)
+    works = [model.updating(algorithm, batch, 0, joint.step) for model, joint in zip(models, joints, strict=True)]
+    call_as(NAMES[1])
+    next(works[1])
+    call_as(NAMES[0])
+    with pytest.raises(StopIteration) as ended:
+        next(unless(lambda: True, works[0]))
+    assert ended.value.value[1] == 1
+
+
+def test_a_share_that_does_not_fit_into_memory_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm, length = ALGORITHMS["impala"]
+    models, joints = crew(algorithm, Model(algorithm, SPEC, CPU))
+    batch = play(algorithm, models[0].net, SPEC, length)
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Impala, "loss", full)
+    with pytest.raises(Fatal, match=r"share of a batch does not fit.*: raise learners"):
+        next(models[0].updating(algorithm, batch, 0, joints[0].step))
 
 
 def test_running_statistics_are_refused() -> None:
