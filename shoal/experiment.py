@@ -177,7 +177,7 @@ class Experiment(Settings):
     steps: int = Field(1_000_000, ge=1, description="Environment steps to learn from.")
     actors: Count = Field(
         "auto",
-        description="Number of actors or gradient workers; auto: one per core, less one for a learner beside them.",
+        description="Number of actors or gradient workers; auto: one per core, less one for each learner beside them.",
     )
     learners: int = Field(
         1,
@@ -390,7 +390,8 @@ class Experiment(Settings):
         if self.actors != "auto":
             return self.actors
         waits = self.shared or self.lockstep or self.max_lag == 0
-        return cores() if waits or self.engine not in ("threads", "processes") else max(cores() - 1, 1)
+        beside = 0 if waits or self.engine not in ("threads", "processes") else self.learners
+        return max(cores() - beside, self.learners)
 
     @property
     def env_count(self) -> int:
@@ -431,9 +432,9 @@ class Experiment(Settings):
 
     @property
     def learner_threads(self) -> int:
-        """Torch threads of the learner: while actors wait, their cores are free."""
+        """Torch threads of each learner: while actors wait, their cores are free."""
         waits = self.max_lag == 0 and not self.shared
-        return self.threads or (cores() if waits else 1)
+        return self.threads or (max(cores() // self.learners, 1) if waits else 1)
 
     @property
     def max_lag(self) -> int | None:

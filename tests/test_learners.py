@@ -136,3 +136,15 @@ def test_one_interrupt_ends_a_run_in_which_learners_wait_for_each_other(command:
 def test_learners_that_do_not_fit_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         load(settings("impala"), changes)
+
+
+@pytest.mark.parametrize(("available", "actors", "waiting", "threads"), [(8, 6, 8, 4), (2, 2, 2, 1), (1, 2, 2, 1)])
+def test_learners_share_the_cores(
+    available: int, actors: int, waiting: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.experiment.cores", lambda: available)
+    changes = {"lockstep": False, "engine": "processes", "actors": "auto", "threads": None}
+    exact = load(settings("impala"), changes)
+    assert (exact.actor_count, exact.learner_threads) == (waiting, threads)  # the others wait while one works
+    free = load(settings("impala"), {**changes, "algorithm.max_lag": None})
+    assert (free.actor_count, free.learner_threads) == (actors, 1)
