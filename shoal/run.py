@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -356,12 +357,18 @@ def grouped(runs: Iterable[Run], across: bool = False) -> dict[str, list[Run]]:
         if across:
             settings["environment"] = {**part(settings, "environment"), "id": None}
         alike.setdefault(json.dumps(settings, sort_keys=True, default=str), []).append(run)
+    titles = [group[0].title.replace(f" on {group[0].environment}", "") if across else group[0].title
+              for group in alike.values()]  # fmt: skip
     groups: dict[str, list[Run]] = {}
-    for group in alike.values():
-        label = group[0].title
-        if across:
-            label = label.replace(f" on {group[0].environment}", "")
-        if label in groups:  # the same title but other settings: told apart by the folder
-            label = f"{label} ({group[0].directory.name})"
-        groups[label] = group
+    for title, group in zip(titles, alike.values(), strict=True):
+        label = title if titles.count(title) == 1 else _folder(group[0])
+        groups[label if label not in groups else group[0].directory.name] = group
     return groups
+
+
+def _folder(run: Run) -> str:
+    """What the folder of a run is called, without the number of its seed."""
+    name = run.directory.name
+    if re.fullmatch(r"seed-\d+", name):
+        return run.directory.resolve().parent.name
+    return re.sub(r"[-_](seed[-_]?)?\d{1,4}$", "", name)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from shoal.comparison import compared
 from shoal.core.errors import SettingsError
@@ -123,3 +124,16 @@ def test_runs_that_cannot_be_compared_are_refused(made: Any, caplog: pytest.LogC
     assert not caplog.messages
     compared([run, made("ppo", 7, [1.0], stopped_by="interrupted")])
     assert "has not ended" in caplog.text
+
+
+def test_groups_of_one_title_are_called_by_their_folders(tmp_path: Path) -> None:
+    runs = []
+    for gamma, name in ((0.1, "elite-0"), (0.1, "elite-1"), (0.2, "queue-0"), (0.3, "uniform/seed-0")):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        algorithm = {"name": "ppo", "gamma": gamma}
+        settings = {"algorithm": algorithm, "environment": {"id": "Catch"}, "engine": "inline"}
+        (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+        runs.append(Run(folder))
+    assert {label: len(group) for label, group in grouped(runs).items()} == {"elite": 2, "queue": 1, "uniform": 1}
+    assert [*grouped(runs[:2])] == ["ppo on Catch · inline"]
