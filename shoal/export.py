@@ -365,9 +365,11 @@ def compare(policy: Policy, decision: Decision, run: Callable[[Arrays], Arrays])
         wanted = to_numpy({**values, **dict(flat(carry, "next_state"))})
         action = np.stack([numbers(one) for one in policy.decode(choice.action.cpu().numpy())])  # [B, K]
         wrong = np.abs(found.pop("action").reshape(action.shape) - action)
-        differing += int(wrong[:, choices].any(1).sum())
+        same = ~wrong[:, choices].any(1)  # after another choice, what is carried on is another too
+        differing += int((~same).sum())
         apart = [wrong[:, ~choices] / np.maximum(np.abs(action[:, ~choices]), 1)]
-        apart += [np.abs(part - wanted[name]) / np.maximum(np.abs(wanted[name]), 1) for name, part in found.items()]
+        for name, part in found.items():
+            apart.append((np.abs(part - wanted[name]) / np.maximum(np.abs(wanted[name]), 1))[same])
         difference = float(np.max([difference, *(part.max() for part in apart if part.size)]))  # NaN if any is
     return difference, differing
 

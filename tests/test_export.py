@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -90,7 +91,8 @@ def make(name: str, folder: Path) -> Path:
     torch.manual_seed(1)
     net = Follower(experiment.algorithm, shoal.envs.spec_of(experiment.environment), "cpu").net
     for parameter in net.parameters():  # the first policy of many networks is nearly the same everywhere
-        parameter.data += 0.5 * torch.randn_like(parameter) * (parameter.dim() > 1)
+        if parameter.dim() > 1:  # by the number of inputs, or rounding errors would grow from layer to layer
+            parameter.data += 2 * torch.randn_like(parameter) / math.sqrt(parameter[0].numel())
     if (moments := getattr(net, "moments", None)) is not None:
         moments.parts[0].update(0.5 + 2 * torch.randn(50, 3))
     content = {"weights": to_numpy(net.state_dict()), "state": {"steps": 1234}}
@@ -251,7 +253,7 @@ def test_actions_are_in_the_units_of_the_environment(name: str, tmp_path: Path) 
 @pytest.mark.parametrize("name", MIXED)
 def test_observations_and_actions_of_all_kinds_are_exported(name: str, form: str, tmp_path: Path) -> None:
     exported = shoal.Run(make(name, tmp_path / "run")).export(form)
-    assert exported.difference < 1e-5
+    assert exported.difference < 1e-4
     assert exported.differing == 0
     names = [one["name"] for one in exported.signature["inputs"]]
     assert name != "masked" or "observation.action_mask" in names
