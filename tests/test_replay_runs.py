@@ -44,7 +44,7 @@ def test_cartpole_is_learned(config: str, quantiles: int, target: int, tmp_path:
 )
 def test_pendulum_is_learned(config: str, changes: dict[str, Any], engine: str, tmp_path: Path) -> None:
     settings = {f"algorithm.{name}": value for name, value in changes.items()}
-    # A random policy has about -1200. What is solved ends; on `processes`, Ape-X DPG sometimes takes more than its 20 k.
+    # A random policy has about -1200. On `processes`, Ape-X DPG sometimes takes more than its 20 k steps.
     target = {"evaluation.target": -200, "engine": engine, "actors": 2, "steps": 40_000}
     assert shoal.train(CONFIGS / f"{config}_pendulum.yaml", tmp_path / "run", **settings, **target).solved
 
