@@ -6,11 +6,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import shoal
 from shoal.core.errors import SettingsError
 from shoal.runs import checkpoint
+from shoal.services.checkpoints import Checkpoints
 from shoal.services.journal import Journal
 from tests.pace import long
 from tests.programs import outcome, small
@@ -79,8 +81,12 @@ def test_actors_play_the_stage(tmp_path: Path) -> None:
 
 
 def test_a_score_of_a_later_stage_is_the_better_one(tmp_path: Path) -> None:
-    run = shoal.train(settings(), tmp_path / "run")
-    assert checkpoint.read_state(checkpoint.folder(run.directory) / "best")["stage"] == 2
+    checkpoints, weights = Checkpoints(str(tmp_path), 1), {"w": np.zeros(1, np.float32)}
+    for stage, mean in ((0, 0.9), (1, 0.1), (0, 1.0), (1, 0.05)):
+        state = {"steps": 1, "mean": mean, "stage": stage}
+        assert checkpoints.save_best({"weights": weights, "state": state}) == ""
+    best = checkpoint.read_state(checkpoint.folder(tmp_path) / "best")
+    assert (best["stage"], best["mean"]) == (1, 0.1)
 
 
 def test_the_target_of_a_run_counts_in_the_last_stage_only() -> None:
