@@ -48,6 +48,9 @@ GYMNAX = "[gymnax](https://github.com/RobertTLange/gymnax), one run"
 RLLIB = "[RLlib](https://github.com/ray-project/rl-experiments)"
 TIANSHOU = "[Tianshou](https://github.com/thu-ml/tianshou/tree/master/examples/mujoco), v3, 10 seeds"
 RL_GAMES = "[rl_games](https://github.com/Denys88/rl_games/blob/master/docs/SAC_BENCHMARKS.md), training returns"
+JAXRL = (
+    "[JAXRL](https://github.com/ikostrikov/jaxrl/tree/main/learning_curves/logs), v2, 10 seeds, entropy per number -0.5"
+)
 TQC = ("algorithm.quantiles=25", "algorithm.drop=2")
 TASKS: dict[str, Task] = {
     "cartpole-ppo": Task("ppo_cartpole", "475", GYMNASIUM),
@@ -63,7 +66,9 @@ TASKS: dict[str, Task] = {
     "pendulum-fasttd3": Task("fasttd3_pendulum", "-151, TD3, 20 k steps", ZOO),
     "pendulum-d4pg": Task("d4pg_pendulum", "-151, TD3, 20 k steps", ZOO),
     "pendulum-apex": Task("apex_dpg_pendulum", "-151, TD3, 20 k steps", ZOO),
-    "halfcheetah-sac": mujoco("sac", "HalfCheetah", "11140 ± 665, SAC", RL_GAMES),
+    "halfcheetah-sac": Task(
+        "sac_halfcheetah", "5794 ± 461, SAC, 100 k steps; 11140 ± 665, SAC, 1 M steps", f"{JAXRL}; {RL_GAMES}"
+    ),
     "halfcheetah-td3": mujoco("td3", "HalfCheetah", "10201 ± 773, TD3", TIANSHOU),
     "halfcheetah-tqc": mujoco("sac", "HalfCheetah", "12090, TQC", ZOO, *TQC),
     "halfcheetah-ppo": mujoco("ppo", "HalfCheetah", "5784 ± 1244, PPO", TIANSHOU),
