@@ -194,6 +194,11 @@ class Experiment(Settings):
     weights: Codec = Field(default_factory=Codec, description="How weights are sent to actors and evaluator.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Device of the learner.")
     actor_device: Literal["auto", "cpu", "cuda"] = Field("cpu", description="Device of actors and evaluator.")
+    inference: Literal["local", "central"] = Field(
+        "local",
+        description="Where actions are chosen: by a network in every actor, or by inference workers for all of them.",
+    )
+    inference_workers: int = Field(1, ge=1, le=64, description="Inference workers among which actors are divided.")
     threads: int | None = Field(
         None,
         ge=1,
@@ -259,6 +264,15 @@ class Experiment(Settings):
             self._fits_mixture(self.mixture)
         if self.learners > 1:
             self._fits_learners()
+        if self.central and self.shared:
+            raise ValueError(
+                f"inference central: workers of topology {self.topology_name} have the network at hand to learn with; "
+                "allowed here: local"
+            )
+        if self.central and self.inference_workers > self.actor_count:
+            raise ValueError(
+                f"inference_workers {self.inference_workers}: there are only {self.actor_count} actors to divide"
+            )
         if self.shared and self.device == "cuda":
             raise ValueError("device cuda: gradient workers run on the CPU, where their network is shared")
         if self.envs != "auto" or self.lockstep:  # else a number is found for which this is true
@@ -397,6 +411,16 @@ class Experiment(Settings):
     def env_count(self) -> int:
         """The number of environments of each actor or gradient worker."""
         return ENVS if self.envs == "auto" else self.envs
+
+    @property
+    def central(self) -> bool:
+        """Whether inference workers choose the actions of all actors."""
+        return self.inference == "central"
+
+    @property
+    def env_groups(self) -> int:
+        """Groups of an actor's environments: with central inference, one steps while the other waits for actions."""
+        return 2 if self.central and not self.lockstep and self.env_count % 2 == 0 else 1
 
     @property
     def batch_size(self) -> int:

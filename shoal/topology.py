@@ -13,7 +13,7 @@ from shoal import envs
 from shoal.core.errors import SettingsError, nearest
 from shoal.core.randomness import derive
 from shoal.core.recipe import describe, path_of
-from shoal.core.tree import map_tree
+from shoal.core.tree import flat, map_tree
 from shoal.core.types import Engine, Spec, Store
 from shoal.engines.options import Machines, Options, Room
 from shoal.experiment import Experiment
@@ -26,6 +26,7 @@ from shoal.services.parameters import Parameters
 from shoal.services.queue import Queue
 from shoal.services.reduction import Reduction
 from shoal.services.replay import Replay
+from shoal.services.requests import Requests
 from shoal.services.shard import Shard
 from shoal.workers.recorder import record
 from shoal.workers.sharding import hold
@@ -38,6 +39,7 @@ MODULES = (
     "shoal.workers.actor",
     "shoal.workers.evaluator",
     "shoal.workers.gradient",
+    "shoal.workers.inference",
     "shoal.workers.learner",
 )
 
@@ -49,7 +51,8 @@ def options(experiment: Experiment, resumed_at: int = 0) -> Options:
     """
     # A resumed run must not draw the same random numbers again; under lockstep, periods take care of that.
     again = resumed_at and not experiment.lockstep
-    spare = [] if experiment.lockstep else shard_names(experiment)  # one that begins again empty repeats nothing
+    # One that begins again empty repeats nothing.
+    spare = [] if experiment.lockstep else [*shard_names(experiment), *inference_names(experiment)]
     return Options(
         seed=derive(experiment.seed, "resumed", resumed_at) if again else experiment.seed,
         lockstep=experiment.lockstep,
@@ -73,6 +76,7 @@ def room(experiment: Experiment) -> Room:
     asked = experiment.ray
     leads = {"federated": "overseer", "actors_and_learner": "learner"}.get(experiment.topology_name)
     shards = ["shard"] if shard_names(experiment) else []
+    shards += ["inference"] if experiment.central else []
     roles = [*filter(None, [leads]), *shards, "gradient" if experiment.shared else "actor", "evaluator"]
     for setting in ("cpus", "gpus", "custom"):
         for role in getattr(asked, setting):
@@ -116,7 +120,8 @@ def homes(experiment: Experiment) -> dict[str, str]:
         return {}
     shards = {f"store-{index}": name for index, name in enumerate(shard_names(experiment))}
     own = {store_of(name): name for name in learner_names(experiment)}
-    return dict.fromkeys(("reduction", "parameters", "checkpoints"), "learner") | own | shards
+    asked = {name.replace("inference", "requests"): name for name in inference_names(experiment)}
+    return dict.fromkeys(("reduction", "parameters", "checkpoints"), "learner") | own | shards | asked
 
 
 def learner_names(experiment: Experiment) -> list[str]:
@@ -133,6 +138,11 @@ def shard_names(experiment: Experiment) -> list[str]:
     """The names of the workers that hold shards of the replay; none: it lives with the learner."""
     count = experiment.replay.shards if experiment.replay else 1
     return [f"shard-{index}" for index in range(count)] if count > 1 else []
+
+
+def inference_names(experiment: Experiment) -> list[str]:
+    """The names of the inference workers; none: every actor has a network."""
+    return [f"inference-{index}" for index in range(experiment.inference_workers)] if experiment.central else []
 
 
 def groups(experiment: Experiment) -> list[str]:
@@ -180,6 +190,22 @@ def serve_shards(experiment: Experiment, engine: Engine) -> list[Shard]:
     for name in names:
         engine.run(name, hold)
     return shards
+
+
+def serve_requests(experiment: Experiment, engine: Engine, desk: Desk) -> list[Requests]:
+    """Where actors ask for actions, each with the worker that answers; none: every actor has a network."""
+    from shoal.workers.inference import infer
+
+    shapes = {
+        name: [list(leaf.shape), str(leaf.dtype)]
+        for name, leaf in flat({"observation": envs.spec_of(experiment.environment).observation})
+    }
+    most = experiment.actor_count * experiment.env_groups
+    found = []
+    for name in inference_names(experiment):
+        found.append(engine.serve(name.replace("inference", "requests"), Requests, shapes, most))
+        engine.run(name, infer, experiment, found[-1], desk.parameters, desk.journal)
+    return found
 
 
 def replay_shape(experiment: Experiment, spec: Spec) -> tuple[int, Any]:
@@ -238,9 +264,12 @@ def actors_and_learner(experiment: Experiment, engine: Engine, run: Path, state:
     engine.run("learner", learn, experiment, shards or stores[0], *given)
     for name, store in zip(names[1:], others, strict=True):
         engine.run(name, assist, experiment, store, reduction, desk.journal)
+    requests = serve_requests(experiment, engine, desk)
     for index, name in enumerate(players(experiment)):
         own = shards[index % len(shards)] if shards else stores[index % len(stores)]
-        engine.run(name, act, experiment, index, state.get("period", 0), own, desk.parameters, desk.journal)
+        asked = requests[index % len(requests)] if requests else None
+        begun = state.get("period", 0)
+        engine.run(name, act, experiment, index, begun, own, desk.parameters, desk.journal, asked)
     return "learner"
 
 

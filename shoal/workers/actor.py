@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,58 +12,125 @@ from shoal.core.algorithm import HasChoices
 from shoal.core.randomness import derive, seed_everything
 from shoal.core.rights import calls
 from shoal.core.settings import at
-from shoal.core.types import Store, Work
+from shoal.core.types import Array, Store, Work
 from shoal.envs import Envs, make
 from shoal.workers.follower import Follower
+from shoal.workers.inference import Asking, Distant
 from shoal.workers.model import first_priorities
-from shoal.workers.rollout import Rollout
+from shoal.workers.rollout import Rollout, Stream
 from shoal.workers.sharding import stored
 
 if TYPE_CHECKING:
     from shoal.experiment import Experiment
     from shoal.services.journal import Journal
     from shoal.services.parameters import Parameters
+    from shoal.services.requests import Requests
+    from shoal.workers.packing import Items
 
 
-@calls(store=("put", "admit"), parameters=("fetch", "status"), journal=("acted", "pulls", "stage"))
+@calls(
+    store=("put", "admit"),
+    parameters=("fetch", "status"),
+    journal=("acted", "pulls", "stage"),
+    requests=("open", "ask", "answer", "newest"),
+)
 def act(
-    experiment: Experiment, index: int, period: int, store: Store, parameters: Parameters, journal: Journal
+    experiment: Experiment,
+    index: int,
+    period: int,
+    store: Store,
+    parameters: Parameters,
+    journal: Journal,
+    requests: Requests | None = None,
 ) -> Work:
-    """Fill the store with experience of the newest policy; one unit of work is one put."""
+    """Fill the store with experience of the newest policy; one unit of work is one put.
+
+    With `requests` the policy is an inference worker's, and the actor has no network.
+    """
     torch.set_num_threads(1)  # the other cores belong to the other workers
     own = int(np.random.randint(2**31))
-    policy: Follower | None = None
+    policy: Follower | Distant | None = None if requests is None else Distant(requests)
     while True:
         stage = journal.stage() if experiment.curriculum else 0
         root = derive(own, "stage", stage) if stage else own
-        envs = make(experiment.environment_in(stage), experiment.env_count, seed=derive(root, period))
+        groups = make_groups(experiment, stage, derive(root, period))
         try:
-            policy = policy or Follower(experiment.algorithm, envs.spec, experiment.actor_device)
+            policy = policy or Follower(experiment.algorithm, groups[0].spec, experiment.actor_device)
             if experiment.lockstep:  # a period depends on its number only, not on what came before
                 seed_everything(derive(root, period, "choices"))
-            yield from fill(experiment, index, stage, envs, policy, store, parameters, journal)
+            while policy.version < 0 and not policy.follow(parameters):
+                yield False
+            pulls = journal.pulls() if isinstance(experiment.algorithm, HasChoices) else ()
+            hand: Own | Asking
+            if isinstance(policy, Distant):
+                streams = [Stream(experiment, index, envs, part) for part, envs in enumerate(groups)]
+                seed = derive(root, period, "choices") if experiment.lockstep else int(np.random.randint(2**31))
+                hand = Asking(policy.requests, index, streams, seed)
+            else:
+                hand = Own(experiment, index, groups[0], policy, pulls)
+            yield from fill(experiment, index, stage, hand, policy, store, parameters, journal)
         finally:
-            envs.close()
+            for envs in groups:
+                envs.close()
         policy.follow(parameters)
         period = policy.period
+
+
+def make_groups(experiment: Experiment, stage: int, seed: int) -> list[Envs]:
+    """The environments of an actor, in as many groups as step in turns."""
+    count, settings = experiment.env_groups, experiment.environment_in(stage)
+    groups: list[Envs] = []
+    try:
+        for group in range(count):
+            own = derive(seed, "group", group) if group else seed
+            groups.append(make(settings, experiment.env_count // count, seed=own))
+    except BaseException:
+        for envs in groups:
+            envs.close()
+        raise
+    return groups
+
+
+class Own:
+    """Acting with a network of the actor's own."""
+
+    def __init__(
+        self, experiment: Experiment, index: int, envs: Envs, policy: Follower, pulls: Sequence[list[float]]
+    ) -> None:
+        """Begin an episode in every environment."""
+        self.experiment, self.policy, self.algorithm = experiment, policy, experiment.algorithm
+        self.rollout = Rollout(experiment, index, envs, policy.net, policy.device, pulls)
+
+    def collect(self) -> Generator[bool, None, Items]:
+        """Act until there are items to send."""
+        yield from ()
+        self.algorithm = at(self.experiment.algorithm, self.policy.steps, self.experiment.steps)
+        while (items := self.rollout.act(self.algorithm, self.policy.version)) is None:
+            pass
+        return items
+
+    def priorities(self, items: Items) -> Generator[bool, None, Array]:
+        """The first priorities of items."""
+        yield from ()
+        return first_priorities(self.algorithm, self.policy.net, items, self.policy.device)
+
+    def report(self, journal: Journal) -> None:
+        """Report finished episodes, faults, and the algorithm's choices to the journal."""
+        self.rollout.report(self.algorithm, journal)
 
 
 def fill(
     experiment: Experiment,
     index: int,
     stage: int,
-    envs: Envs,
-    policy: Follower,
+    hand: Own | Asking,
+    policy: Follower | Distant,
     store: Store,
     parameters: Parameters,
     journal: Journal,
 ) -> Work:
     """Act until a new period or another stage of the curriculum begins."""
     puts, sharded = 0, experiment.replay is not None and experiment.replay.shards > 1
-    pulls = journal.pulls() if isinstance(experiment.algorithm, HasChoices) else ()
-    rollout = Rollout(experiment, index, envs, policy.net, policy.device, pulls)
-    while policy.version < 0 and not policy.follow(parameters):
-        yield False
 
     def over() -> bool:
         if experiment.curriculum and journal.stage() != stage:
@@ -73,22 +141,18 @@ def fill(
         return status is not None and status["period"] != policy.period
 
     while True:
-        algorithm = at(experiment.algorithm, policy.steps, experiment.steps)
         while experiment.max_lag is not None and not store.admit(index, policy.version, experiment.env_count):
             yield False
             if over():
                 return
             policy.follow(parameters)
-        while (items := rollout.act(algorithm, policy.version)) is None:
-            pass
-        priority = None
-        if experiment.actor_priorities:
-            priority = first_priorities(algorithm, policy.net, items, policy.device)
+        items = yield from hand.collect()
+        priority = (yield from hand.priorities(items)) if experiment.actor_priorities else None
         while not stored(store, items, priority, index, sharded):
             yield False
             if over():
                 return
-        rollout.report(algorithm, journal)
+        hand.report(journal)
         puts += 1
         yield True
         if over():

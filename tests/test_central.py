@@ -1,0 +1,97 @@
+"""Whole runs with central inference: equal to local ones in lockstep, on every engine, and revived after kills."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import shoal
+from shoal.core.errors import SettingsError
+from tests.pace import long
+from tests.test_engines_alike import CONFIGS, CONTINUOUS, LOCKSTEP
+
+ALGORITHMS = [name for name in LOCKSTEP if name not in ("a3c", "ngu")]  # what they do in acting is the network's too
+
+
+def settings(algorithm: str) -> dict[str, Any]:
+    own = {"name": algorithm, **LOCKSTEP[algorithm]}
+    if "replay" in own:
+        own["replay"] = {**own["replay"], "refresh": 1}
+    return {
+        "environment": {"id": "Pendulum-v1" if algorithm in CONTINUOUS else "CartPole-v1"},
+        "algorithm": own,
+        "lockstep": True,
+        "actors": 2,
+        "envs": 2,
+        "threads": 1,
+        "steps": 250,
+        "evaluation": {"episodes": 2, "every": 10**6},
+    }
+
+
+def outcome(run: Any) -> list[Any]:
+    return [run.summary[key] for key in ("weights_sha256", "steps", "updates", "episodes")]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "workers"), [("impala", 1), ("apex_dqn", 2), ("r2d2", 1), *(long(name, 2) for name in ALGORITHMS)]
+)
+def test_in_lockstep_central_equals_local(algorithm: str, workers: int, tmp_path: Path) -> None:
+    made = {**settings(algorithm), "engine": "inline"}
+    local = shoal.train(made, tmp_path / "local")
+    central = shoal.train(made, tmp_path / "central", inference="central", inference_workers=workers)
+    assert outcome(local) == outcome(central)
+    assert local.summary["updates"] > 5
+
+
+@pytest.mark.parametrize("engine", ["processes", *map(long, ["threads", "ray", "cluster/websocket", "cluster/grpc"])])
+@pytest.mark.parametrize("algorithm", ["impala", long("apex_dqn")])
+def test_in_lockstep_central_is_alike_on_every_engine(hosted: Any, engine: str, algorithm: str, tmp_path: Path) -> None:
+    made = {**settings(algorithm), "inference": "central"}
+    runs = [shoal.train({**made, **hosted(name)}, tmp_path / name.replace("/", "-")) for name in ("inline", engine)]
+    assert outcome(runs[0]) == outcome(runs[1])
+
+
+@pytest.mark.parametrize("engine", ["threads", *map(long, ["inline", "processes", "ray", "cluster/grpc"])])
+def test_cartpole_is_solved(hosted: Any, engine: str, tmp_path: Path) -> None:
+    changes = {"actors": 2, "inference": "central", "inference_workers": 2}
+    assert shoal.train(CONFIGS / "impala_cartpole.yaml", tmp_path / "run", **hosted(engine), **changes).solved
+
+
+@pytest.mark.long  # tests/services/test_requests.py has what it stands on
+@pytest.mark.parametrize("victim", ["inference-0", "actor-0"])
+def test_who_is_killed_begins_again_and_nobody_else_does(command: Any, victim: str, tmp_path: Path) -> None:
+    changes = ("actors=2", "inference=central", "steps=20000", "evaluation.target=null", "evaluation.every=20000",
+               "evaluation.episodes=2", "log_every=0.1", "algorithm.network.lstm=16",
+               "algorithm.network.separate=false")  # fmt: skip
+    process = command("train", CONFIGS / "impala_cartpole.yaml", "--run-dir", tmp_path / "run", *changes)
+    for line in process.stderr:
+        if "lag" in line:
+            break
+    children = psutil.Process(process.pid).children(recursive=True)
+    next(child for child in children if child.name() == victim).kill()
+    _, log = process.communicate()
+    assert process.returncode == 0, log
+    assert f"{victim} was killed by SIGKILL" in log
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] >= 20_000
+    restarts = {name: worker["restarts"] for name, worker in summary["workers"].items() if "restarts" in worker}
+    assert restarts.pop(victim) == 1
+    assert not any(restarts.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"algorithm": {"name": "a3c"}}, "inference central: workers of topology"),
+        ({"actors": 2, "inference_workers": 3}, "inference_workers 3: there are only 2 actors"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], words: str) -> None:
+    made = {"environment": {"id": "CartPole-v1"}, "algorithm": {"name": "impala"}, "inference": "central", **changes}
+    with pytest.raises(SettingsError, match=words):
+        shoal.train(made)
