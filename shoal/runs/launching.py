@@ -52,18 +52,20 @@ def page_of(run: Path) -> Iterator[None]:
     """Show a run in a browser, by a program of its own that ends with the block; the log says where."""
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     process = launch("watch", str(run), code=TIED, process_group=0, **pipes)
-    output = process.stdout
+    output, over = process.stdout, threading.Event()
     assert output is not None
 
     def announce() -> None:
         line = output.readline().strip()
-        log.info("%s", line or f"the page cannot be shown: see `shoal watch {run}`")
+        if line or not over.is_set():
+            log.info("%s", line or f"the page cannot be shown: see `shoal watch {run}`")
 
     announcing = threading.Thread(target=announce, daemon=True)
     announcing.start()  # the run does not wait for it
     try:
         yield
     finally:
+        over.set()
         process.terminate()
         announcing.join()
         output.close()
