@@ -191,7 +191,7 @@ class Run:
         policy = self.policy(checkpoint)
         path = Path(video) if video else self.directory / "videos" / f"{policy.path.name}.mp4"
         seed_everything(derive(seed, "play"))
-        envs = self._filmed(seed)
+        envs = self.filmed(seed)
         try:
             with Video(path, envs.fps) as film:
                 playing = play(self.experiment.algorithm, policy.follower, envs, episodes, pulls=policy.pulls)
@@ -215,7 +215,7 @@ class Run:
 
         policy, algorithm = self.policy(checkpoint), self.experiment.algorithm
         seed_everything(derive(seed, "play"))
-        envs = self._filmed(seed)
+        envs = self.filmed(seed)
         try:
             with EpisodeWriter(Path(folder), envs, algorithm, policy.follower.net) as writer:
                 for ended in play(algorithm, policy.follower, envs, episodes, writer.chosen, policy.pulls):
@@ -233,7 +233,8 @@ class Run:
         default = self.directory / "exports" / f"{policy.path.name}{SUFFIXES.get(form, '')}"
         return policy.export(form, out or default)
 
-    def _filmed(self, seed: int) -> Envs:
+    def filmed(self, seed: int) -> Envs:
+        """Its environment, once, as it is evaluated in and with pictures."""
         from shoal.core.randomness import derive
         from shoal.envs import make
 

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from shoal.envs import given
 from shoal.experiment import Experiment, as_yaml, check_environment, validate
 from shoal.run import Run
 from shoal.runs import checkpoint, directory, files, loggers, metrics, provenance
+from shoal.runs.launching import page_of
 from shoal.services.journal import Journal
 from shoal.services.replay import Replay
 from shoal.topology import replay_shape
@@ -43,11 +44,13 @@ def train(
     run_dir: str | Path | None = None,
     *,
     env: Any = None,
+    watch: bool = False,
     **overrides: Any,
 ) -> Run:
     """Train as a YAML file says, with settings overridden by name; dotted names go in as `**{"algorithm.lr": 1e-3}`.
 
-    `env` is the environment: a Gymnasium id, a class or function that makes one, or an environment.
+    `env` is the environment: a Gymnasium id, a class or function that makes one, or an environment. `watch` shows the
+    run in a browser.
     """
     if config is None and env is None and not overrides:
         raise SettingsError('give a config, such as "ppo_cartpole", or an environment and an algorithm')
@@ -62,16 +65,16 @@ def train(
         directory.create(folder)
         with directory.locked(folder):
             directory.clear(folder)
-            return carry_out(experiment, engine, folder, {})
+            return carry_out(experiment, engine, folder, {}, watch)
 
 
-def resume(run: str | Path, **overrides: Any) -> Run:
+def resume(run: str | Path, *, watch: bool = False, **overrides: Any) -> Run:
     """Continue a run from its newest checkpoint; settings such as `steps` may be overridden."""
     folder = directory.locate(run)
     tree = read(folder / directory.CONFIG, overrides)
     directory.check_code(folder, tree)
     with prepared(tree) as (experiment, engine), directory.locked(folder):
-        return carry_out(experiment, engine, folder, resume_point(folder, experiment))
+        return carry_out(experiment, engine, folder, resume_point(folder, experiment), watch)
 
 
 def resume_point(folder: Path, experiment: Experiment) -> dict[str, Any]:
@@ -132,8 +135,8 @@ def prepared(tree: Mapping[str, Any]) -> Iterator[tuple[Experiment, Any]]:
         raise
 
 
-def carry_out(experiment: Experiment, begun: Any, folder: Path, state: Mapping[str, Any]) -> Run:
-    """Run an experiment in its folder, from a checkpoint's state or from the beginning."""
+def carry_out(experiment: Experiment, begun: Any, folder: Path, state: Mapping[str, Any], watch: bool = False) -> Run:
+    """Run an experiment in its folder, from a checkpoint's state or from the beginning, and show it if asked."""
     with console.logging_to(folder / directory.LOG):
         experiment = sizing.sized(experiment)
         files.write(folder / directory.CONFIG, as_yaml(experiment))
@@ -146,7 +149,8 @@ def carry_out(experiment: Experiment, begun: Any, folder: Path, state: Mapping[s
         try:
             try:
                 journal, parameters, last = topology.start(experiment, engine, folder, state)
-                with interrupts(lambda: ask_to_end(engine, journal)):
+                shown = page_of(folder) if watch else nullcontext()
+                with interrupts(lambda: ask_to_end(engine, journal)), shown:
                     engine.wait(*last)
                 weights, counts, report = parameters.weights(), journal.snapshot(), engine.report()
             finally:

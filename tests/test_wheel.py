@@ -33,11 +33,13 @@ def built(folder: Path) -> Path:
     return wheel
 
 
-def test_a_wheel_holds_every_module_and_config(tmp_path: Path) -> None:
+def test_a_wheel_holds_every_module_config_and_part_of_the_page(tmp_path: Path) -> None:
     with zipfile.ZipFile(built(tmp_path)) as wheel:
         names = wheel.namelist()
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "shoal").rglob("*.py")}
-    assert modules <= {*names}
+    page = {str(path.relative_to(ROOT)) for path in (ROOT / "shoal/display/page").glob("*.[hcj]*")}
+    assert len(page) == 5
+    assert modules | page <= {*names}
     configs = {path.name for path in (ROOT / "configs").glob("*.yaml")}
     assert configs == {Path(name).name for name in names if "share/shoal/configs/" in name}
 

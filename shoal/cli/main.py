@@ -14,6 +14,7 @@ import typer
 
 from shoal.cli import bench, several
 from shoal.cli.node import node
+from shoal.cli.watch import watch
 from shoal.core.errors import SettingsError, ShoalError
 
 app = typer.Typer(
@@ -53,6 +54,7 @@ Overrides = Annotated[
 RUN = "A run: its folder, its name in runs/, or `latest`."
 RunName = Annotated[str, typer.Argument(help=RUN, metavar="RUN", autocompletion=known_runs)]
 Checkpoint = Annotated[str, typer.Option(help="Which policy: `best`, `newest`, or a number of steps.")]
+Watch = Annotated[bool, typer.Option("--watch", help="Show the run in a browser; the address is printed.")]
 Seed = Annotated[int, typer.Option(help="Seed of the episodes.", min=0)]
 
 
@@ -75,6 +77,7 @@ def train(
         str | None, typer.Option(help="Train with several seeds, in folders below: a number of them, or such as 0,1,2.")
     ] = None,
     at_once: Annotated[int, typer.Option(help="With --seeds: runs at a time.", min=1)] = 1,
+    watch: Watch = False,
 ) -> None:
     """Train and show progress; exits with 1 if a target is set and was not reached.
 
@@ -83,21 +86,23 @@ def train(
     from shoal.configs import parse_overrides
     from shoal.training import train
 
+    if seeds is not None and watch:
+        raise SettingsError("--watch shows one run: with --seeds use `shoal watch` on the runs' folders")
     if seeds is not None:
         several.train_seeds(config, overrides or [], seeds, run_dir, at_once)
         return
     words, named = overrides or [], "=" not in str(config)  # else it is all overrides: environment=… algorithm=ppo
     changes = parse_overrides(words if named else [str(config), *words])
-    conclude(train(config if named else None, run_dir, **changes))
+    conclude(train(config if named else None, run_dir, watch=watch, **changes))
 
 
 @app.command()
-def resume(run: RunName, overrides: Overrides = None) -> None:
+def resume(run: RunName, overrides: Overrides = None, watch: Watch = False) -> None:
     """Continue a run from its newest checkpoint."""
     from shoal.configs import parse_overrides
     from shoal.training import resume
 
-    conclude(resume(run, **parse_overrides(overrides or [])))
+    conclude(resume(run, watch=watch, **parse_overrides(overrides or [])))
 
 
 def conclude(run: Any) -> None:
@@ -239,6 +244,7 @@ def list_(
 
 app.command()(several.sweep)
 app.command()(several.compare)
+app.command()(watch)
 app.command()(node)
 app.add_typer(bench.app, name="bench")
 

@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import SettingsError, nearest
-from shoal.runs import checkpoint
+from shoal.runs import checkpoint, files
 
 log = logging.getLogger("shoal")
 RUNS = Path("runs")
 CONFIG = "config.yaml"
 LOG = "log.txt"
 SUMMARY = "summary.json"
+STATUS = "status.json"
 LOCK = ".lock"
+LOOKS = 5  # tries to take a lock: whoever asks whether a run is held has it for a moment
 
 
 def fresh(environment: str, algorithm: str) -> Path:
@@ -80,11 +82,15 @@ def locked(folder: Path) -> Iterator[None]:
         return
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            holder = os.pread(descriptor, 20, 0).decode() or "another"
-            raise SettingsError(f"{folder} is being trained by process {holder}") from None
+        for tries in range(LOOKS):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if tries == LOOKS - 1:
+                    holder = os.pread(descriptor, 20, 0).decode() or "another"
+                    raise SettingsError(f"{folder} is being trained by process {holder}") from None
+                time.sleep(0.02)
         with suppress(OSError):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, str(os.getpid()).encode(), 0)
@@ -113,8 +119,8 @@ def held(folder: Path) -> bool:
 def check_links(folder: Path) -> None:
     """Refuse a folder with a symbolic link that leads out of it: a run writes to its own folder only."""
     home = folder.resolve()
-    for where, folders, files in os.walk(home):
-        for path in (Path(where, name) for name in (*folders, *files)):
+    for where, *names in os.walk(home):
+        for path in (Path(where, name) for group in names for name in group):
             if path.is_symlink() and not path.resolve().is_relative_to(home):
                 raise SettingsError(
                     f"{path} is a symbolic link to {os.readlink(path)}, outside the run's folder, which training "
@@ -160,3 +166,9 @@ def read_summary(folder: Path) -> dict[str, Any]:
         return json.loads((folder / SUMMARY).read_text())  # type: ignore[no-any-return]
     except (OSError, ValueError):
         return {}
+
+
+def write_status(folder: Path, status: Mapping[str, Any]) -> None:
+    """Write how a run stands, for whoever watches its folder; a disk that refuses it harms nothing."""
+    with suppress(OSError):
+        files.write(folder / STATUS, json.dumps(status) + "\n")

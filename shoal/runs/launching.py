@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,36 @@ class Job:
         return self.folder.parent / f"{self.folder.name}.log"
 
 
-def launch(*words: str, code: str = SHOAL, **options: Any) -> subprocess.Popen[str]:
-    """Start a `shoal` command in a process that finds the same packages."""
+def launch(*words: str, code: str = SHOAL, text: bool = True, **options: Any) -> subprocess.Popen[Any]:
+    """Start a `shoal` command, or other code, in a process that finds the same packages."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen([sys.executable, "-c", code, *words], env=environment, text=True, **options)
+    return subprocess.Popen([sys.executable, "-c", code, *words], env=environment, text=text, **options)
+
+
+@contextmanager
+def page_of(run: Path) -> Iterator[None]:
+    """Show a run in a browser, by a program of its own that ends with the block; the log says where."""
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    process = launch("watch", str(run), code=TIED, process_group=0, **pipes)
+    output, over = process.stdout, threading.Event()
+    assert output is not None
+
+    def announce() -> None:
+        line = output.readline().strip()
+        if line or not over.is_set():
+            log.info("%s", line or f"the page cannot be shown: see `shoal watch {run}`")
+
+    announcing = threading.Thread(target=announce, daemon=True)
+    announcing.start()  # the run does not wait for it
+    try:
+        yield
+    finally:
+        over.set()
+        process.terminate()
+        announcing.join()
+        output.close()
+        process.wait()
+        _close(process)
 
 
 def tie() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from shoal.core.means import Means
 from shoal.core.tree import flat
 from shoal.core.types import Work
 from shoal.display import console
-from shoal.runs import loggers
+from shoal.runs import directory, loggers
 from shoal.runs.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Recorder:
 
     def __init__(self, experiment: Experiment, run: Path, steps: int, report: Callable[[], Mapping[str, Any]]) -> None:
         """Open the files and the display."""
-        self.experiment, self.report = experiment, report
+        self.experiment, self.run, self.report = experiment, run, report
         settings = dict(flat(experiment.model_dump(mode="json")))
         self.metrics = Metrics(run, steps, loggers.start(experiment.loggers, run, settings, steps))
         self.display = console.display(experiment.log_every)
@@ -60,6 +61,7 @@ class Recorder:
         self.marks = deque[tuple[float, int, int]]()  # when, steps, updates
         self.steps, self.started = steps, now
         self.row_at = self.flushed_at = self.shares_at = now
+        self.status_at = -math.inf
         self.newest: dict[str, float] = {}
         # Since the last row: the means of the metrics, and by arm the scores of its episodes.
         self.means = Means()
@@ -98,7 +100,11 @@ class Recorder:
             self.metrics.add(self._row(news, rates))
             self.row_at = now
             self.arms.clear()
-        self.display.show(self._view(news, rates, now), last)
+        view = self._view(news, rates, now)
+        self.display.show(view, last)
+        if last or now - self.status_at >= self.experiment.log_every:
+            self._write_status(view)
+            self.status_at = now
         # With a checkpoint, so that a run that continues from there has no gap before it.
         if last or news["checkpoint"] != self.saved or now - self.flushed_at >= FLUSH:
             self._flush()
@@ -149,6 +155,11 @@ class Recorder:
             "checkpoint": saved and {"steps": saved["steps"], "age": news["seconds"] - saved["seconds"]},
             "problem": self.problem,
         }
+
+    def _write_status(self, view: Mapping[str, Any]) -> None:
+        """Write the view to the folder; evaluations are in the metrics already, and only grow."""
+        status = {key: value for key, value in view.items() if key != "evaluations"}
+        directory.write_status(self.run, {"time": time.time(), **status})
 
     def _flush(self) -> None:
         try:

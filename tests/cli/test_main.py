@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import av
 import pytest
@@ -14,6 +18,7 @@ import pytest
 import shoal
 from shoal.cli.main import main
 from shoal.transport.trust import fingerprint
+from tests.pace import seconds
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CARTPOLE = str(CONFIGS / "ppo_cartpole.yaml")
@@ -248,3 +253,38 @@ def test_settings_are_no_run(trained: Path) -> None:
         shoal.load(CARTPOLE)
     with pytest.raises(shoal.core.errors.SettingsError, match="is not a run"):
         shoal.load(CONFIGS)
+
+
+def page(stream: Any) -> tuple[str, urllib.request.OpenerDirector]:
+    """The address that a program printed, and who asks there without a proxy."""
+    said = next((line for line in stream if "page: " in line), "nothing")
+    return said.partition("page: ")[2].strip(), urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def test_the_page_of_a_run_shows_its_folder_and_its_policy_playing(command: Any, trained: Path) -> None:
+    process = command("watch", trained)
+    address, opener = page(process.stdout)
+    (run,) = json.load(opener.open(address + "state", timeout=seconds(10)))["runs"]
+    assert (run["name"], run["outcome"], run["live"]) == ("catch", "done", False)
+    assert run["steps"] >= 2000
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        opener.open(address.replace(urlsplit(address).path, "/state"), timeout=seconds(10))
+    frame = address + "frame?run=0&policy=best"
+    while (answer := opener.open(frame, timeout=seconds(30))).status == 202:
+        assert answer.read() == b"the policy is being loaded"
+    assert answer.read(4) == b"\x89PNG"
+    assert json.loads(answer.headers["X-Frame"])["trained"] > 0
+    process.terminate()
+    assert process.wait(seconds(20)) == 0
+
+
+def test_a_run_can_be_watched_while_it_trains_and_its_page_ends_with_it(command: Any, tmp_path: Path) -> None:
+    words = ("engine=inline", "actors=1", "threads=1", "steps=1000000000", "log_every=0.1")
+    process = command("train", CARTPOLE, *words, "--run-dir", tmp_path / "run", "--watch")
+    address, opener = page(process.stderr)
+    (run,) = json.load(opener.open(address + "state", timeout=seconds(10)))["runs"]
+    assert (run["outcome"], run["live"]) == ("training", True)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(seconds(30)) == 0
+    with pytest.raises(urllib.error.URLError, match="refused"):
+        opener.open(address, timeout=seconds(10))

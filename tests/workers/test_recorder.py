@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -205,3 +206,15 @@ def test_names_of_folders_are_plain_and_never_taken_twice(tmp_path: Path, monkey
     assert one.name.startswith("ALE-Pong-v5_ppo_1")
     one.mkdir(parents=True)
     assert directory.fresh("ALE/Pong-v5", "ppo") != one
+
+
+def test_how_a_run_stands_is_written_to_its_folder_at_the_pace_of_the_log(
+    tmp_path: Path, clock: list[float], watched: Watcher
+) -> None:
+    journal, recorder, status = Journal(), make(tmp_path), tmp_path / directory.STATUS
+    for now, steps, written in ((100.0, 10, 10), (100.5, 20, 10), (101.5, 30, 30)):
+        clock[0] = now
+        journal.learned(steps, 1, {"lag": 2.0})
+        recorder.take(journal.drain())
+        assert json.loads(status.read_text())["steps"] == written
+    assert json.loads(status.read_text())["metrics"]["lag"] == 2.0
