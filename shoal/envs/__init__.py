@@ -95,7 +95,7 @@ def make(
     `limit` steps an episode is cut off.
     """
     from shoal.envs import atari, envpool, gymnasium, toy
-    from shoal.envs.mario import SuperMarioBros
+    from shoal.envs.console import SuperMarioBros
     from shoal.envs.vector import Vector
 
     _refuse_unused(environment)
@@ -120,7 +120,7 @@ def make(
 
 def check(environment: Environment) -> None:
     """Refuse an id that does not exist, without making the environment."""
-    from shoal.envs import atari, envpool, gymnasium, mario, toy
+    from shoal.envs import atari, console, envpool, gymnasium, mario, toy
 
     _refuse_unused(environment)
     if environment.backend == "envpool":
@@ -129,6 +129,7 @@ def check(environment: Environment) -> None:
         atari.rom(environment.id)
     elif is_mario(environment.id):
         mario.check(environment.id, environment.mario)
+        console.console()
     elif environment.id not in toy.ENVS:
         gymnasium.check(environment.id)
 

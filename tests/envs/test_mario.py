@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -13,10 +14,12 @@ from pydantic import ValidationError
 from shoal.core.errors import Fatal
 from shoal.core.types import ActionSpec, ArraySpec
 from shoal.envs import Environment, Mario, check, make
-from shoal.envs.mario import RIGHT, SuperMarioBros, ids, shrink
+from shoal.envs.console import SuperMarioBros, console, shrink
+from shoal.envs.mario import RIGHT, ids
 from tests.pace import seconds
 
 STAGE = "SuperMarioBros-1-1-v0"
+emulated = pytest.mark.skipif(find_spec("nes_py") is None, reason="needs shoal[mario]")
 
 
 @pytest.fixture
@@ -33,10 +36,12 @@ def game():
         one.close()  # a second time does nothing
 
 
+@emulated
 def test_gymnasium_accepts_it(game):
     check_env(game(), skip_render_check=True)  # that one needs an id of Gymnasium's own
 
 
+@emulated
 def test_an_episode_ends_where_mario_dies(game):
     env = game()
     opening, info = env.reset(seed=0)
@@ -55,6 +60,7 @@ def test_an_episode_ends_where_mario_dies(game):
     assert info["x_max"] == 40
 
 
+@emulated
 def test_numbers_larger_than_a_byte_are_read(game):
     env = game()
     env.reset(seed=0)
@@ -65,6 +71,7 @@ def test_numbers_larger_than_a_byte_are_read(game):
     assert console._get_info()["y_pos"] == 255 + 245
 
 
+@emulated
 def test_frames_are_repeated_and_stacked(game):
     four, one = game(stack=2), game(frameskip=1, stack=1)
     (opening, _), _ = four.reset(), one.reset()
@@ -75,6 +82,7 @@ def test_frames_are_repeated_and_stacked(game):
     np.testing.assert_array_equal(seen, [opening[1], singles[-1][0][0]])
 
 
+@emulated
 def test_actions_stick_for_a_while_by_chance(game):
     env = game(sticky=1.0)
     env.reset(seed=0)
@@ -82,10 +90,12 @@ def test_actions_stick_for_a_while_by_chance(game):
     assert game(sticky=0.0).buttons[0] == RIGHT
 
 
+@emulated
 def test_sets_of_actions(game):
     assert [game(actions=name).action_space.n for name in ("right", "right_only", "simple", "complex")] == [2, 5, 7, 12]
 
 
+@emulated
 def test_buttons_are_those_of_the_package():
     from gym_super_mario_bros import actions
     from nes_py.wrappers import JoypadSpace
@@ -98,6 +108,7 @@ def test_buttons_are_those_of_the_package():
         assert ACTIONS[name] == bits
 
 
+@emulated
 def test_random_stages_are_drawn_by_the_seed(game):
     env = game("SuperMarioBrosRandomStages-v0", stages=("1-1", "3-2"))
 
@@ -109,6 +120,7 @@ def test_random_stages_are_drawn_by_the_seed(game):
     assert set(drawn(1)) == {(1, 1), (3, 2)}
 
 
+@emulated
 def test_ids():
     assert len(ids()) == 4 * 34 + 2
     with pytest.raises(
@@ -125,6 +137,7 @@ def test_ids():
         check(Environment(id=STAGE, wrappers=("FlattenObservation",)))
 
 
+@emulated
 def test_under_the_time_convention():
     environment = Environment(id=STAGE, metrics={"x_max": "last", "flag_get": "last", "score": "last"})
     envs = make(environment, 2, seed=0, render=True)
@@ -153,8 +166,16 @@ def test_scaling_down_keeps_the_mean():
     np.testing.assert_allclose(shrink(picture, 120, 64), picture.reshape(120, 2, 64, 4).mean((1, 3)), rtol=1e-5)
 
 
+@emulated
 def test_nothing_is_printed_by_old_gym():
-    code = "from shoal.envs.mario import console; console()"
+    code = "from shoal.envs.console import console; console()"
     command = [sys.executable, "-W", "error", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds(60), check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_error_without_the_emulator_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gym_notices.notices", None)  # as if it were not installed
+    console.cache_clear()
+    with pytest.raises(Fatal, match=r"needs packages that are not installed: pip install 'shoal\[mario\]'"):
+        check(Environment(id=STAGE))
