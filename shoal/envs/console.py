@@ -93,7 +93,6 @@ class SuperMarioBros(gymnasium.Env[Array, np.int64]):
             self._consoles[stage] = self._start(stage)
         self._console = self._consoles[stage]
         self._console.reset()
-        self._console._frame_advance(0)  # the screen still shows the end of the last episode
         self._pressed = self._farthest = 0
         self._frames.extend([self._frame()] * self.settings.stack)
         return np.stack(self._frames), self._info(self._console._get_info())
