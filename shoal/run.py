@@ -56,7 +56,7 @@ class Score:
     checkpoint: str
     picture: Picture | None = None
     cut: int = 0  # episodes that evaluation.max_steps ended
-    sticky: float | None = None  # of an Atari game
+    sticky: float | None = None  # of a game
 
     def __str__(self) -> str:
         """The statistics as a sentence."""
@@ -251,6 +251,19 @@ class Run:
         target = target if isinstance(target, int | float) else None
         return Picture(curve(self.rows(), path, self.title, target))
 
+    def plot_metric(self, metric: str, path: str | Path | None = None) -> Picture:
+        """Draw one of its metrics over time: `return`, `length`, or a name that metrics.jsonl has."""
+        from shoal.display.plots import single
+
+        directory.check_links(self.directory)
+        return Picture(single(self.rows(), path or self.directory / "plots" / f"{metric}.png", self.title, metric))
+
+    def table(self, every: int | None = None) -> list[dict[str, Any]]:
+        """How it stood after each `every` episodes, as means over the last 100; null: in about 20 rows."""
+        from shoal.display.table import table
+
+        return table(self.rows(), every)
+
     def resume(self, **overrides: Any) -> Run:
         """Continue from its newest checkpoint; settings may be overridden."""
         from shoal.training import resume
@@ -295,7 +308,7 @@ def part(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def with_sticky(sticky: float | None) -> str:
-    """What belongs to every score of an Atari game: Gymnasium's `-v5` has sticky actions of 0.25, older ids of 0."""
+    """What belongs to every score of a game: of Atari, Gymnasium's `-v5` has sticky actions of 0.25, older ids of 0."""
     return "" if sticky is None else f" (sticky actions {sticky:g})"
 
 

@@ -49,16 +49,23 @@ def environments(full: bool) -> list[str]:
     """Toy environments, and every id that Gymnasium and ALE have here."""
     import gymnasium
 
-    from shoal.envs import TOYS, atari
+    from shoal.envs import TOYS, atari, mario
 
     registered = [id for id in gymnasium.registry if not atari.is_atari(id) and "/" not in id]
     lines = [f"{name:12} {sentence}" for name, sentence in TOYS.items()]
     if full:
-        return [*lines, *registered, *atari.ids(), "my_package:MyEnv-v0  your own, registered with Gymnasium there"]
+        return [
+            *lines,
+            *registered,
+            *atari.ids(),
+            *mario.ids(),
+            "my_package:MyEnv-v0  your own, registered with Gymnasium there",
+        ]
     return [
         *lines,
         f"{len(registered)} from Gymnasium, such as CartPole-v1 and LunarLander-v3",
         f"{len(atari.ids())} Atari games, such as ALE/Pong-v5",
+        f"{len(mario.ids())} of Super Mario Bros., such as SuperMarioBros-1-1-v0 (needs shoal[mario])",
         "your own as my_package:MyEnv-v0",
         "(`shoal list environments` lists them all)",
     ]

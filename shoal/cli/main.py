@@ -202,14 +202,41 @@ def plot(
     out: Annotated[
         Path | None, typer.Option(help="The PNG to write; default: the run's plots/curve.png, or comparison.png.")
     ] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(help="Of one run, draw only this: return, length, value_loss, q, …; may be repeated."),
+    ] = None,
 ) -> None:
     """Plot one run, or compare several: runs that differ only in their seed become a mean with an interval."""
     from shoal.run import Run, compare
     from shoal.runs.directory import locate
 
     found = [Run(locate(run)) for run in runs]
+    if metric and (len(found) > 1 or (out and len(metric) > 1)):
+        raise SettingsError("--metric is for one run, and each metric becomes a file: leave out --out, or give one")
+    if metric:
+        for name in metric:
+            typer.echo(f"plot: {found[0].plot_metric(name, out)}")
+        return
     picture = found[0].plot(out) if len(found) == 1 else compare(found, out or Path("comparison.png"))
     typer.echo(f"plot: {picture}")
+
+
+@app.command()
+def table(
+    run: RunName,
+    every: Annotated[
+        int | None, typer.Option(help="Episodes between two rows; default: as many as give 20 rows.", min=1)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON for each row instead.")] = False,
+) -> None:
+    """Print how a run went: returns, lengths, losses and values as means over the last 100 episodes."""
+    from shoal.bench.tables import show
+    from shoal.run import Run
+    from shoal.runs.directory import locate
+
+    found = Run(locate(run))
+    show(found.title, found.table(every), as_json)
 
 
 @app.command()

@@ -94,6 +94,13 @@ def _in_steps(length: float, total: float) -> float:
     return length if length > 1 else length * total
 
 
+def moving(settings: object) -> dict[str, float]:
+    """The present values of the schedules in settings that change over a run, by name."""
+    assert isinstance(settings, BaseModel)
+    named = ((name, getattr(settings, name)) for name in type(settings).model_fields)
+    return {name: value.now for name, value in named if isinstance(value, Schedule) and value.changes}
+
+
 def at(settings: Moved, steps: float, total: float) -> Moved:
     """Return settings whose schedules, also those of settings inside them, stand at some of a run's steps."""
     assert isinstance(settings, BaseModel)

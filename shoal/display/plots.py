@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from shoal.core.errors import ShoalError
+from shoal.core.errors import SettingsError, ShoalError, nearest
 from shoal.core.types import Array
 from shoal.display.console import readable
 from shoal.display.statistics import band, describe, interval
@@ -55,6 +55,26 @@ def curve(rows: Rows, path: str | Path, title: str, target: float | None = None)
         axes.set_title(name, fontsize=SMALL + 1, parse_math=False)
         if index + COLUMNS < len(panels):
             axes.set_xlabel("")  # the panel below says it
+    return _save(figure, path)
+
+
+def single(rows: Rows, path: str | Path, title: str, metric: str) -> Path:
+    """Draw one metric of a run on its own: `return`, `length`, or any other by its name in metrics.jsonl."""
+    training, evaluations = _kind(rows, "train"), _kind(rows, "evaluation")
+    lines = {name: _line(training, name) for name in ("length", *RATES)}
+    lines |= {name: _line(evaluations, "metrics", name) for name in _metric_names(evaluations, ())}
+    lines |= {name: _line(training, "metrics", name) for name in _metric_names(training, FIRST)}
+    if metric != "return" and metric not in lines:
+        known = ["return", *lines]
+        raise SettingsError(f"this run has no metric {metric!r}; it has {', '.join(known)}{nearest(metric, known)}")
+    figure = _figure(title, HIGH)
+    axes = figure.subplots()
+    if metric == "return":
+        _returns(axes, training, evaluations, None)
+    else:
+        _plot(axes, *lines[metric], color="C0", linewidth=1)
+        _dress(axes, readable(metric), USUAL)
+    axes.set_xlim(left=0)
     return _save(figure, path)
 
 

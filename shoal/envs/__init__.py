@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -12,10 +13,11 @@ from shoal.core.settings import Settings
 from shoal.core.types import Spec
 from shoal.envs.atari import Atari, is_atari
 from shoal.envs.clipping import Clip
+from shoal.envs.mario import Mario, is_mario
 from shoal.envs.toy import TOYS
 from shoal.envs.vector import Envs, Episode
 
-__all__ = ["TOYS", "Atari", "Environment", "Envs", "Episode", "check", "chosen", "make", "spec_of"]
+__all__ = ["TOYS", "Atari", "Environment", "Envs", "Episode", "Mario", "check", "chosen", "make", "spec_of"]
 POOLED = ("arguments", "wrappers", "mask")  # settings that EnvPool's environments do not have
 
 
@@ -34,7 +36,10 @@ class Wrapper(Settings):
 class Environment(Settings):
     """The environment, and how it is run."""
 
-    id: str = Field(description="A Gymnasium id, `module:id` for your own, `ALE/Pong-v5` for Atari, or a toy: `Catch`.")
+    id: str = Field(
+        description="A Gymnasium id, `module:id` for your own, `ALE/Pong-v5` for Atari, "
+        "`SuperMarioBros-1-1-v0`, or a toy: `Catch`."
+    )
     arguments: dict[str, Any] = Field(
         default_factory=dict, description="Keyword arguments of the environment; for Atari see `atari`."
     )
@@ -57,6 +62,7 @@ class Environment(Settings):
         "soft_asymmetric: to 5 tanh r, or 0.3 tanh r where negative; null: not, but see atari.clip_rewards.",
     )
     atari: Atari = Field(default_factory=Atari, description="How Atari games are preprocessed and played.")
+    mario: Mario = Field(default_factory=Mario, description="How Super Mario Bros. is preprocessed and played.")
     max_faults: int = Field(
         5,
         ge=0,
@@ -69,7 +75,9 @@ class Environment(Settings):
 
     @property
     def sticky(self) -> float | None:
-        """The chance that an Atari game repeats an action, without which a score means little; None: no such game."""
+        """The chance that a game repeats an action, without which a score means little; None: no such game."""
+        if is_mario(self.id):
+            return self.mario.sticky
         return self.atari.sticky if is_atari(self.id) else None
 
 
@@ -87,35 +95,41 @@ def make(
     `limit` steps an episode is cut off.
     """
     from shoal.envs import atari, envpool, gymnasium, toy
+    from shoal.envs.console import SuperMarioBros
     from shoal.envs.vector import Vector
 
     _refuse_unused(environment)
-    clip = environment.clip_reward
+    clip, stack = environment.clip_reward, 1
     if atari.is_atari(environment.id):
-        if environment.arguments:
-            raise Fatal(f"{environment.id} takes no arguments; its settings are in `atari`: {[*Atari.model_fields]}")
         return atari.Games(
             environment.id, environment.atari, size, seed, environment.metrics, evaluation, render, limit, clip
         )
     if not render and chosen(environment) == "envpool":
         return envpool.Pool(environment.id, size, seed, environment.max_faults, environment.metrics, limit, clip)
+    create: Callable[[], Any]
     if environment.id in toy.ENVS:
         create = partial(toy.ENVS[environment.id], **environment.arguments)
+    elif is_mario(environment.id):
+        create, stack = partial(SuperMarioBros, environment.id, environment.mario), environment.mario.stack
     else:
         around = [(one.name, one.arguments) for one in environment.wrappers]
         create = partial(gymnasium.create, environment.id, environment.arguments, render, around, environment.mask)
-    return Vector(environment.id, create, size, seed, environment.max_faults, environment.metrics, render, limit, clip)
+    faults, metrics = environment.max_faults, environment.metrics
+    return Vector(environment.id, create, size, seed, faults, metrics, render, limit, clip, stack)
 
 
 def check(environment: Environment) -> None:
     """Refuse an id that does not exist, without making the environment."""
-    from shoal.envs import atari, envpool, gymnasium, toy
+    from shoal.envs import atari, console, envpool, gymnasium, mario, toy
 
     _refuse_unused(environment)
     if environment.backend == "envpool":
         envpool.check(environment.id)
     if atari.is_atari(environment.id):
         atari.rom(environment.id)
+    elif is_mario(environment.id):
+        mario.check(environment.id, environment.mario)
+        console.console()
     elif environment.id not in toy.ENVS:
         gymnasium.check(environment.id)
 
@@ -136,10 +150,16 @@ def _refuse_unused(environment: Environment) -> None:
         for name in POOLED:
             if getattr(environment, name):
                 raise Fatal(f"environment.{name} needs Gymnasium's own environments: set environment.backend=gymnasium")
-    if is_atari(environment.id) or environment.id in TOYS:
+    games: dict[str, type[Settings]] = {"atari": Atari} if is_atari(environment.id) else {}
+    games |= {"mario": Mario} if is_mario(environment.id) else {}
+    for name, settings in games.items():
+        if environment.arguments:
+            taken = [*settings.model_fields]
+            raise Fatal(f"{environment.id} takes no arguments; its settings are in `{name}`: {taken}")
+    if games or environment.id in TOYS:
         for name in ("wrappers", "mask"):
             if getattr(environment, name):
-                kind = "an Atari game: see `atari`" if is_atari(environment.id) else "a toy environment"
+                kind = f"a game: see `{next(iter(games))}`" if games else "a toy environment"
                 raise Fatal(f"`environment.{name}` is for Gymnasium's environments, and {environment.id} is {kind}")
 
 

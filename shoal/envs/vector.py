@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -171,8 +172,12 @@ class Vector:
         render: bool = False,
         limit: int | None = None,
         clip: Clip | None = None,
+        stack: int = 1,
     ) -> None:
-        """Make `size` environments; none of their episodes is longer than a limit, if there is one."""
+        """Make `size` environments; none of their episodes is longer than a limit, if there is one.
+
+        An observation shows `stack` instants.
+        """
         self.size, self._limit, self._clip = size, limit, clip
         self._labels = [f"environment {index} of {size} ({name})" for index in range(size)]
         self.environments: list[Any] = []  # None: closed after a fault, about to be recreated
@@ -191,7 +196,7 @@ class Vector:
             if isinstance(error, ShoalError):
                 raise
             raise Fatal(f"cannot create {name}: {type(error).__name__}: {error}") from error
-        self.spec = Spec(seen, taken)
+        self.spec = Spec(replace(seen, stack=stack) if stack > 1 else seen, taken)
         self._metadata = getattr(self.environments[0], "metadata", None) or {}
         self._observation = map_tree(lambda leaf: np.zeros((size, *leaf.shape), leaf.dtype), seen)
         self._ended = [True] * size  # the next step opens an episode

@@ -10,7 +10,7 @@ import torch
 from shoal import envs
 from shoal.core.randomness import derive, seed_everything
 from shoal.core.rights import calls
-from shoal.core.settings import at
+from shoal.core.settings import at, moving
 from shoal.core.types import Store, Work
 from shoal.workers.health import Health
 from shoal.workers.joint import Joint, Stores, unless
@@ -98,6 +98,7 @@ def learn(
             "lag": float((now.version - batch.version).mean()),
             **ages(store),
             "lr": present.lr.now,
+            **moving(present),
             "queue": status["filled"] / status["capacity"],
             "weights_mb": sent / 1e6,
             **(selection.metrics if selection else {}),

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from shoal import envs
 from shoal.core.algorithm import Algorithm
 from shoal.core.randomness import Randomness, derive
+from shoal.core.settings import moving
 from shoal.core.tree import to_numpy
 from shoal.core.types import Array, Batch, Spec
 from shoal.workers.model import Backup, Following, target_every, tau_of, update
@@ -121,7 +122,7 @@ class SharedModel:
         if self.every and (copies := self.now().updates // self.every) > self.block["copies"]:
             self.block["copies"][...] = copies
             self.following.move(tau_of(algorithm))
-        return priority, {"lag": lag, "lr": algorithm.lr.now, **metrics}
+        return priority, {"lag": lag, "lr": algorithm.lr.now, **moving(algorithm), **metrics}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

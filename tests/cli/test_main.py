@@ -130,6 +130,17 @@ def test_plot_draws_one_run_or_compares_several(shell: Any, trained: Path, tmp_p
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+def test_one_metric_is_plotted_and_the_run_is_a_table(shell: Any, trained: Path, tmp_path: Path) -> None:
+    assert shell("plot", trained, "--metric", "value_loss", "--out", "loss.png")[0] == 0
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    code, _, errors = shell("plot", trained, "--metric", "value_los")
+    assert code == 2
+    assert "did you mean 'value_loss'?" in errors
+    code, out, _ = shell("table", trained, "--json")
+    assert code == 0
+    assert json.loads(out.splitlines()[-1])["episode"] > 0
+
+
 def test_the_latest_run_is_found_and_so_is_a_name_in_runs(shell: Any, trained: Path, tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "catch").symlink_to(trained)
