@@ -49,15 +49,16 @@ def train(
 ) -> Run:
     """Train as a YAML file says, with settings overridden by name; dotted names go in as `**{"algorithm.lr": 1e-3}`.
 
-    `env` is the environment: a Gymnasium id, a class or function that makes one, or an environment. `watch` shows the
-    run in a browser.
+    `env` replaces the config's environment: a Gymnasium id, a class or function that makes one, or an environment.
+    `watch` shows the run in a browser.
     """
     if config is None and env is None and not overrides:
         raise SettingsError('give a config, such as "ppo_cartpole", or an environment and an algorithm')
-    if env is not None:
-        overrides = {"environment": given.settings_of(env), **overrides}
     content = config.model_dump(mode="json") if isinstance(config, Experiment) else config
-    tree = read({} if content is None else content, overrides)
+    tree = read({} if content is None else content)
+    if env is not None:
+        tree["environment"] = given.settings_of(env)  # arguments of the config's own would hardly fit
+    tree = read(tree, overrides)
     if env is not None and given.is_local(tree["environment"]["id"]) and "engine" not in tree:
         tree["engine"] = "inline"  # the only process that can make it is this one
     with prepared(tree) as (experiment, engine):

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -82,6 +83,15 @@ def test_ngu_reaches_the_far_end_and_r2d2_does_not(tmp_path: Path) -> None:
     changes = {"algorithm": {"name": "r2d2", **same}, "steps": 25_000}
     r2d2 = shoal.train(CONFIGS / "ngu_chain.yaml", tmp_path / "r2d2", **changes)
     assert r2d2.summary["best_evaluation"] < 0.1  # it stays at the near end, which pays 0.001 a step
+
+
+@pytest.mark.long
+def test_ngu_keeps_the_goal_that_it_found_behind_three_doors(tmp_path: Path) -> None:
+    """The reward ends the episode: if the intrinsic return ended with it, the bold arms would learn to avoid it."""
+    rooms = {"minNumRooms": 4, "maxNumRooms": 4, "maxRoomSize": 5}
+    changes = {"environment.arguments": rooms, "seed": 1, "steps": 160_000}
+    run = shoal.train(CONFIGS / "ngu_multiroom.yaml", tmp_path / "run", **changes)
+    assert np.mean([each["mean"] for each in run.summary["evaluations"][-5:]]) > 0.25
 
 
 @pytest.mark.long

@@ -242,7 +242,10 @@ class Ngu(Settings):
         with torch.no_grad():
             goals = {part: unroll(target.q(part), batch, cores[part], extra, self.burn_in)[..., 0] for part in PARTS}
             best = self._mix(values["extrinsic"], values["intrinsic"], arm.view(1, -1, 1)).argmax(-1)
-            discount = gammas(self.arms, self.gamma, self.gamma_last).to(arm.device)[arm] * batch.discount
+            gamma = gammas(self.arms, self.gamma, self.gamma_last).to(arm.device)[arm].expand_as(batch.discount)
+            # Novelty goes on in the next episode, where the memory is empty again (for RND: arXiv:1810.12894, section
+            # 2.3), so its return takes an end for a cut: worth nothing, it would be what the bold arms learn to avoid.
+            discounts = {"extrinsic": gamma * batch.discount, "intrinsic": gamma}
             ends = lasts(batch)
             ends[-2:] = True
             # The target policy is the greedy one, so an action that is not its choice cuts the trace.
@@ -253,7 +256,9 @@ class Ngu(Settings):
             with torch.no_grad():
                 future = unscale(pick(goals[part].unsqueeze(-1), best)[..., 0])
                 taken = unscale(pick(goals[part][:-1].unsqueeze(-1), batch.action)[..., 0])
-                goal = rescale(retrace_targets(rewards[part], discount, taken, future, ratio, ends, self.lambda_))
+                goal = rescale(
+                    retrace_targets(rewards[part], discounts[part], taken, future, ratio, ends, self.lambda_)
+                )
             error = goal - pick(values[part][:-1].unsqueeze(-1), batch.action)[..., 0]
             each.append(time_mean(0.5 * error.square(), mask))
             priority = priority + weights[part] * error.detach().abs() * mask

@@ -283,7 +283,8 @@ def slow_errors(algorithm: Ngu, played: Played, item: int, net: Any, target: Any
         for k in range(t, last):  # Retrace as a sum over the steps that follow
             then = played.steps[start + k + 1]
             earned = then.reward[b] if part == "extrinsic" else played.records[start + k + 1]["novelty"][b]
-            future = 0.0 if then.discount[b] == 0 else slow_h_inverse(judged[k + 1][best[k + 1]])
+            over = then.discount[b] == 0 and part == "extrinsic"  # novelty goes on in the next episode
+            future = 0.0 if over else slow_h_inverse(judged[k + 1][best[k + 1]])
             goal += weight * (float(earned) + gamma * future - slow_h_inverse(judged[k][taken[k]]))
             if k + 1 < last:
                 weight *= gamma * algorithm.lambda_ * (taken[k + 1] == best[k + 1])

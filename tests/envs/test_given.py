@@ -63,6 +63,14 @@ def test_a_class_by_its_path_is_made_in_workers(tmp_path: Any) -> None:
     assert run.evaluate(1).scores[0] == -1.0
 
 
+@pytest.mark.parametrize("env", ["CartPole-v1", CartPoleEnv, lambda: make_one()])
+def test_arguments_of_a_configs_own_environment_are_dropped(env: Any, tmp_path: Any) -> None:
+    config = {**SMALL, "engine": "inline", "environment": {"id": "Catch", "arguments": {"rows": 7}}}
+    run = shoal.train(config, tmp_path / "run", env=env, **{"environment.max_faults": 9})
+    assert run.experiment.environment.arguments == {}
+    assert run.experiment.environment.max_faults == 9
+
+
 @pytest.mark.parametrize(
     ("env", "more", "complaint"),
     [
