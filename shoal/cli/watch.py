@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +26,7 @@ def watch(
 
     folders = [*dict.fromkeys(locate(run).resolve() for run in runs)]
     os.nice(10)  # runs come first
-    page = Page(folders, advice, played if play else None)
+    page = Page(folders, play=played if play else None)
     with stopped_in_order():
         try:
             with Server(page, port) as server:
@@ -43,13 +41,6 @@ def watch(
             typer.echo("the page has ended", err=True)
         finally:
             page.close()
-
-
-def advice(folder: Path) -> Sequence[str]:
-    """What could be better about a run, in lines."""
-    if importlib.util.find_spec("shoal.advice") is None:
-        return ()
-    return [finding.text for finding in importlib.import_module("shoal.advice").advise(folder)]
 
 
 def played(folder: Path, policy: str) -> subprocess.Popen[bytes]:

@@ -11,7 +11,7 @@ function mean(values) {
   return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
 }
 
-const percent = part => part === null ? "–" : Math.round(100 * part) + " %";
+const percent = part => part === null ? "–" : Math.round(100 * part) + "\u00a0%";
 
 // How workers of one kind spend their time: the share at work, and on each service.
 function group(workers, pattern) {
@@ -26,7 +26,7 @@ function group(workers, pattern) {
 
 function flow(run) {
   const svg = drawn("svg", {viewBox: "0 0 460 262", role: "img", "aria-label": "dataflow"});
-  const tip = drawn("marker", {id: "tip", viewBox: "0 0 10 10", refX: 9, refY: 5, markerWidth: 7, markerHeight: 7, orient: "auto"});
+  const tip = drawn("marker", {id: "tip", viewBox: "0 0 10 10", refX: 9, refY: 5, markerWidth: 9, markerHeight: 9, markerUnits: "userSpaceOnUse", orient: "auto"});
   tip.append(drawn("path", {d: "M0 0 L10 5 L0 10 z"}));
   svg.append(tip);
   const box = (x, y, kind, name, below, waits) => {

@@ -65,7 +65,7 @@ function showRun(run) {
   const list = byId("figures");
   list.replaceChildren();
   for (const [name, value] of [["run", run.title], ...figures]) {
-    const pair = element("div", null, list);
+    const pair = element("div", null, list, name === "run" ? "all" : "");
     element("dt", name, pair);
     element("dd", value, pair);
   }
@@ -100,9 +100,10 @@ function showWorkers(workers) {
       element("td", worker.name + (trouble ? ` (${trouble})` : ""), row, trouble ? "away" : "");
       const busy = element("td", null, row);
       element("meter", null, busy).value = worker.working || 0;
+      busy.className = "busy";
       busy.append(" " + percent(worker.working));
       element("td", short(worker.moves_per_s), row);
-      element("td", worker.waits.map(([what, part]) => `${percent(part)} ${what}`).join(", "), row, "wait");
+      element("td", worker.waits.filter(([, part]) => part >= 0.005).map(([what, part]) => `${percent(part)} ${what}`).join(", "), row, "wait");
     }
   }
 }
