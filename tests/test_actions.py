@@ -122,7 +122,7 @@ def test_an_unknown_wrapper_is_refused_with_the_nearest() -> None:
         shoal.configure({"environment": {"id": "CartPole-v1", "wrappers": [3]}, "algorithm": {"name": "ppo"}})
 
 
-@pytest.mark.parametrize(("id", "kind"), [("ALE/Pong-v5", "an Atari game"), ("Catch", "a toy")])
+@pytest.mark.parametrize(("id", "kind"), [("ALE/Pong-v5", "a game"), ("Catch", "a toy")])
 @pytest.mark.parametrize("setting", [{"wrappers": ["FlattenObservation"]}, {"mask": "allowed"}])
 def test_what_only_gymnasiums_environments_take_is_refused_elsewhere(
     id: str, kind: str, setting: dict[str, Any]

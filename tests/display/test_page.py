@@ -64,13 +64,17 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def play(folder: Path, policy: str) -> subprocess.Popen[bytes]:
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, "-c", PLAYER], **pipes)
+PIPES: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
 
 
 @pytest.fixture
-def server(run: Path) -> Iterator[Server]:
+def play(start: Any) -> Any:
+    """What starts a player that sends a frame whenever it is asked for one."""
+    return lambda folder, policy: start([sys.executable, "-c", PLAYER], **PIPES)
+
+
+@pytest.fixture
+def server(run: Path, play: Any) -> Iterator[Server]:
     page = Page([run], lambda folder: ["more actors"], play)
     with Server(page) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -241,7 +245,7 @@ def test_frames_are_served_while_somebody_looks_and_the_player_ends_with_the_pag
     assert ask(server, f"/{server.token}/frame?run=7&policy=newest")[:2] == (202, b"no such policy")
 
 
-def test_a_policy_stands_still_when_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_stands_still_when_nobody_looks(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.display.page.film.PAUSE", -1.0)
     monkeypatch.setattr("shoal.display.page.film.LEAVE", 0.01)
     started: list[subprocess.Popen[bytes]] = []
@@ -253,9 +257,9 @@ def test_a_policy_stands_still_when_nobody_looks(monkeypatch: pytest.MonkeyPatch
     film.close()
 
 
-def test_a_player_that_fails_says_why() -> None:
+def test_a_player_that_fails_says_why(start: Any) -> None:
     words = [sys.executable, "-c", "import sys; sys.stdin.buffer.read(1)"]
-    film = Film(lambda: subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+    film = Film(lambda: start(words, **PIPES))
     film.look(0, 0.0)
     film._thread.join(seconds(10))  # type: ignore[union-attr]
     told = film.look(0, 0.0)
