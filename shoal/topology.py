@@ -17,6 +17,7 @@ from shoal.core.tree import flat, map_tree
 from shoal.core.types import Engine, Spec, Store
 from shoal.engines.options import Machines, Options, Room
 from shoal.experiment import Experiment
+from shoal.runs.trace import Trace
 from shoal.services.averager import Averager
 from shoal.services.checkpoints import Checkpoints
 from shoal.services.circular import Circular
@@ -224,7 +225,7 @@ class Desk:
 
 
 def start(
-    experiment: Experiment, engine: Engine, run: Path, state: Mapping[str, Any]
+    experiment: Experiment, engine: Engine, run: Path, state: Mapping[str, Any], trace: Trace | None = None
 ) -> tuple[Journal, Parameters, list[str]]:
     """Start everyone; returns the journal, the weights, and the workers whose end is the run's.
 
@@ -245,7 +246,7 @@ def start(
     )
     last = TOPOLOGIES[experiment.topology_name](experiment, engine, run, state, desk)
     engine.run("evaluator", evaluate, experiment, desk.parameters, desk.journal, desk.checkpoints)
-    engine.run("recorder", record, experiment, run, state.get("steps", 0), desk.journal, engine.report)
+    engine.run("recorder", record, experiment, run, state.get("steps", 0), desk.journal, engine.report, trace)
     return desk.journal, desk.parameters, [last, "evaluator"]
 
 

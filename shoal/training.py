@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from shoal.display import console
 from shoal.envs import given
 from shoal.experiment import Experiment, as_yaml, check_environment, validate
 from shoal.run import Run
-from shoal.runs import checkpoint, directory, files, loggers, metrics, provenance
+from shoal.runs import checkpoint, directory, files, loggers, metrics, provenance, trace
 from shoal.runs.launching import page_of
 from shoal.services.journal import Journal
 from shoal.services.replay import Replay
@@ -45,12 +46,13 @@ def train(
     *,
     env: Any = None,
     watch: bool = False,
+    trace: bool = False,
     **overrides: Any,
 ) -> Run:
     """Train as a YAML file says, with settings overridden by name; dotted names go in as `**{"algorithm.lr": 1e-3}`.
 
     `env` replaces the config's environment: a Gymnasium id, a class or function that makes one, or an environment.
-    `watch` shows the run in a browser.
+    `watch` shows the run in a browser; `trace` writes who did what when to `trace.json`.
     """
     if config is None and env is None and not overrides:
         raise SettingsError('give a config, such as "ppo_cartpole", or an environment and an algorithm')
@@ -66,16 +68,16 @@ def train(
         directory.create(folder)
         with directory.locked(folder):
             directory.clear(folder)
-            return carry_out(experiment, engine, folder, {}, watch)
+            return carry_out(experiment, engine, folder, {}, watch, trace)
 
 
-def resume(run: str | Path, *, watch: bool = False, **overrides: Any) -> Run:
+def resume(run: str | Path, *, watch: bool = False, trace: bool = False, **overrides: Any) -> Run:
     """Continue a run from its newest checkpoint; settings such as `steps` may be overridden."""
     folder = directory.locate(run)
     tree = read(folder / directory.CONFIG, overrides)
     directory.check_code(folder, tree)
     with prepared(tree) as (experiment, engine), directory.locked(folder):
-        return carry_out(experiment, engine, folder, resume_point(folder, experiment), watch)
+        return carry_out(experiment, engine, folder, resume_point(folder, experiment), watch, trace)
 
 
 def resume_point(folder: Path, experiment: Experiment) -> dict[str, Any]:
@@ -136,8 +138,15 @@ def prepared(tree: Mapping[str, Any]) -> Iterator[tuple[Experiment, Any]]:
         raise
 
 
-def carry_out(experiment: Experiment, begun: Any, folder: Path, state: Mapping[str, Any], watch: bool = False) -> Run:
-    """Run an experiment in its folder, from a checkpoint's state or from the beginning, and show it if asked."""
+def carry_out(
+    experiment: Experiment,
+    begun: Any,
+    folder: Path,
+    state: Mapping[str, Any],
+    watch: bool = False,
+    traced: bool = False,
+) -> Run:
+    """Run an experiment in its folder, from a checkpoint's state or from the beginning, shown and traced if asked."""
     with console.logging_to(folder / directory.LOG):
         experiment = sizing.sized(experiment)
         files.write(folder / directory.CONFIG, as_yaml(experiment))
@@ -146,10 +155,12 @@ def carry_out(experiment: Experiment, begun: Any, folder: Path, state: Mapping[s
         log.info(
             "%s %s in %s", f"resuming at step {steps:,}:" if steps else "training", console.title(experiment), folder
         )
-        engine = engines.make(experiment.engine, topology.options(experiment, steps), begun)
+        options = replace(topology.options(experiment, steps), spans=trace.EACH if traced else 0)
+        engine = engines.make(experiment.engine, options, begun)
         try:
             try:
-                journal, parameters, last = topology.start(experiment, engine, folder, state)
+                writer = trace.Trace(trace.file_of(folder, steps), engine.spans) if traced else None
+                journal, parameters, last = topology.start(experiment, engine, folder, state, writer)
                 shown = page_of(folder) if watch else nullcontext()
                 with interrupts(lambda: ask_to_end(engine, journal)), shown:
                     engine.wait(*last)

@@ -55,6 +55,9 @@ RUN = "A run: its folder, its name in runs/, or `latest`."
 RunName = Annotated[str, typer.Argument(help=RUN, metavar="RUN", autocompletion=known_runs)]
 Checkpoint = Annotated[str, typer.Option(help="Which policy: `best`, `newest`, or a number of steps.")]
 Watch = Annotated[bool, typer.Option("--watch", help="Show the run in a browser; the address is printed.")]
+Trace = Annotated[
+    bool, typer.Option("--trace", help="Write who did what when to the run's trace.json, a timeline for Perfetto.")
+]
 Seed = Annotated[int, typer.Option(help="Seed of the episodes.", min=0)]
 
 
@@ -78,6 +81,7 @@ def train(
     ] = None,
     at_once: Annotated[int, typer.Option(help="With --seeds: runs at a time.", min=1)] = 1,
     watch: Watch = False,
+    trace: Trace = False,
 ) -> None:
     """Train and show progress; exits with 1 if a target is set and was not reached.
 
@@ -89,20 +93,22 @@ def train(
     if seeds is not None and watch:
         raise SettingsError("--watch shows one run: with --seeds use `shoal watch` on the runs' folders")
     if seeds is not None:
+        if trace:
+            raise SettingsError("--trace is for one run: give the seed as seed=0 and leave out --seeds")
         several.train_seeds(config, overrides or [], seeds, run_dir, at_once)
         return
     words, named = overrides or [], "=" not in str(config)  # else it is all overrides: environment=… algorithm=ppo
     changes = parse_overrides(words if named else [str(config), *words])
-    conclude(train(config if named else None, run_dir, watch=watch, **changes))
+    conclude(train(config if named else None, run_dir, watch=watch, trace=trace, **changes))
 
 
 @app.command()
-def resume(run: RunName, overrides: Overrides = None, watch: Watch = False) -> None:
+def resume(run: RunName, overrides: Overrides = None, watch: Watch = False, trace: Trace = False) -> None:
     """Continue a run from its newest checkpoint."""
     from shoal.configs import parse_overrides
     from shoal.training import resume
 
-    conclude(resume(run, watch=watch, **parse_overrides(overrides or [])))
+    conclude(resume(run, watch=watch, trace=trace, **parse_overrides(overrides or [])))
 
 
 def conclude(run: Any) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from types import TracebackType
+
+from shoal.core.spans import Spans
 
 FIRST = 10.0  # seconds after which something slow is worth a line in the log
 
@@ -16,6 +20,7 @@ class Doing:
     what: str = ""  # empty: nothing that has a name
     where: str = ""
     since: float = field(default_factory=time.monotonic)
+    spans: Spans | None = None  # of the worker that the thread runs; None: nobody wants to know
 
     def begin(self, what: str, where: str) -> None:
         """Mark the start of something that may take long, such as a step of an environment."""
@@ -57,3 +62,27 @@ def here() -> Doing:
     if thread not in _threads:
         _threads[thread] = Doing()
     return _threads[thread]
+
+
+class Span:
+    """The time from its beginning to its end, also where it was left by an error."""
+
+    __slots__ = ("_name", "_spans", "_start")
+
+    def __init__(self, spans: Spans, name: str) -> None:
+        self._spans, self._name, self._start = spans, name, 0.0
+
+    def __enter__(self) -> None:
+        self._start = time.monotonic()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._spans.add(self._name, self._start, time.monotonic())
+
+
+NOBODY: AbstractContextManager[None] = nullcontext()
+
+
+def span(name: str) -> AbstractContextManager[None]:
+    """Note under a name what this thread's worker does inside, for a trace; nothing where none is wanted."""
+    spans = here().spans
+    return NOBODY if spans is None else Span(spans, name)

@@ -232,6 +232,10 @@ class Engine(Protocol):
         """What each worker has done with its time, by name."""
         ...
 
+    def spans(self) -> Iterable[tuple[str, str, Any]]:
+        """What workers did since the last call, where a trace is wanted: worker, machine, spans."""
+        ...
+
     def close(self) -> None:
         """End everything; nothing survives it."""
         ...

@@ -216,3 +216,21 @@ def _fill(node: Any, arrays: list[Array | None]) -> Any:
             return array
         return {key: _fill(value, arrays) for key, value in node.items()}
     return [_fill(value, arrays) for value in node] if isinstance(node, list) else node
+
+
+def sendable(value: Any) -> Any:
+    """The value as every wire would carry it: lists, mappings, arrays, numbers and text; anything else is refused."""
+    kind = type(value)
+    if kind in (str, int, float, bool) or value is None:
+        return value
+    if isinstance(value, np.ndarray):
+        if value.dtype.str not in TYPES:
+            raise WireError(f"cannot send an array of type {value.dtype}; allowed: {', '.join(TYPES)}")
+        return value
+    if isinstance(value, Mapping):
+        return {key: sendable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [sendable(item) for item in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    raise WireError(f"cannot send a {kind.__name__}: only arrays, numbers, text, lists and mappings")

@@ -22,14 +22,15 @@ from shoal.core.caller import call_as
 from shoal.core.errors import DeadlineExceeded, Refused, ServiceFailed, ServiceLost, ShoalError, WireError, WorkerFailed
 from shoal.core.recipe import services_in
 from shoal.core.rights import Rights
+from shoal.core.spans import Chunk, later
 from shoal.core.types import Array
 from shoal.engines.host import Host, Served
-from shoal.engines.messages import LIMITS, About, read_about, read_report
+from shoal.engines.messages import LIMITS, About, read_about, read_report, read_spans
 from shoal.engines.once import Once
 from shoal.engines.options import Machines, Options
 from shoal.engines.placement import HERE, place
 from shoal.engines.processes import Processes
-from shoal.engines.supervisor import Launcher, Worker
+from shoal.engines.supervisor import CHUNKS, Launcher, Worker
 from shoal.transport.nursery import Nursery
 from shoal.transport.session import Answer, Gate, Session, keep_meeting
 from shoal.transport.trust import Terms
@@ -204,11 +205,13 @@ class Cluster(Launcher):
         """Take a node in, and stay with it until its link ends."""
         session.silence = self.options.silence
         try:
-            about = self._ask_about(name, session)
+            about, ahead = self._ask_about(name, session)
             with self._news:
                 self._check_life(name, about["life"])
                 station = self.stations.setdefault(name, Station(name))
                 before, station.session, station.ordered = station.session, session, None
+                if station.life != about["life"]:  # else spans of one worker could overlap
+                    station.ahead = ahead
                 station.life, station.slots = about["life"], about["slots"]
                 self._news.notify_all()
         except ShoalError as error:
@@ -229,14 +232,19 @@ class Cluster(Launcher):
                     log.warning("node %s disconnected: %s", name, session.lost)
         session.join()
 
-    def _ask_about(self, name: str, session: Session) -> About:
-        """What a node says of itself, as soon as it is free: until then it waits for a head that it has lost."""
+    def _ask_about(self, name: str, session: Session) -> tuple[About, float]:
+        """What a node says of itself, as soon as it is free: until then it waits for a head that it has lost.
+
+        The number is by how many seconds the clock here is ahead of the node's, right to half the time of the question.
+        """
         logged = False
         while True:
+            asked = time.monotonic()
             about = read_about(session.call("describe", seconds=self.options.deadline))
+            ahead = (asked + time.monotonic()) / 2 - about["clock"]
             known = self.stations.get(name)
             if not about["busy"] or (known is not None and known.life == about["life"]):
-                return about
+                return about, ahead
             if not logged:
                 log.warning(
                     "node %s is kept for another head, which is disconnected, for %.0f s more", name, about["busy"]
@@ -262,7 +270,7 @@ class Cluster(Launcher):
         """Answer a node that was taken in, over the link that it was taken in by."""
         station = self.stations.get(node)
         if station is None or station.session is not session:
-            if kind == "report":  # a sign of life of one that comes or goes
+            if kind in ("report", "spans"):  # a sign of life of one that comes or goes
                 return None
             raise Refused(f"node {node} is not connected by this link")
         if kind == "call":
@@ -275,6 +283,9 @@ class Cluster(Launcher):
                     self._do_without(station, f"node {node} sends reports that make no sense: {error}")
                 raise
             self._forget(name for name in station.ended if self.places.get(name) == node)
+            return None
+        if kind == "spans":
+            station.take_spans(args, self.run_name, self.recipes if self.options.spans else {}, self.places)
             return None
         raise ShoalError(f"the head does not know {kind!r}")
 
@@ -347,6 +358,8 @@ class Cluster(Launcher):
             if name in station.failures:
                 raise WorkerFailed(f"{name} on node {station.name}: {station.failures[name]}")
             worker.node, worker.away, worker.ready = station.name, away, not busy
+            for chunk in station.spans.pop(name, []):
+                worker.spans.append(chunk)
             if not fresh:  # it was not heard of
                 continue
             changes: dict[str, Any] = {"ended": worker.ended or name in station.ended}
@@ -425,7 +438,7 @@ class Cluster(Launcher):
 
     def _have_held(self, station: Station, session: Session, wanted: list[str]) -> None:
         sets = {key: [*getattr(self.options, key)] for key in ("restartable", "relays")}
-        shared = {key: getattr(self.options, key) for key in ("seed", "lockstep", *LIMITS)} | sets
+        shared = {key: getattr(self.options, key) for key in ("seed", "lockstep", "spans", *LIMITS)} | sets
         check = [*self.machines.check] if self.machines.check else []
         recipes = {name: self._recipe(name) for name in wanted}
         named = {service for name in wanted for arg in self.recipes[name][1]["args"] for service in services_in(arg)}
@@ -476,6 +489,7 @@ class Station:
 
     name: str
     life: str = ""
+    ahead: float = 0.0  # seconds by which the clock here is ahead of its
     slots: int = 0
     session: Session | None = None
     left: float = 0.0  # when its link was lost
@@ -490,6 +504,7 @@ class Station:
     fresh: bool = False  # whether a report has come that nobody has looked at
     refused: int = 0  # reports that made no sense
     row: int = 0  # how many of them came one after the other
+    spans: dict[str, list[Chunk]] = field(default_factory=dict)  # by worker: those that nobody has taken yet
 
     def hear(self, args: list[Any], run: str, workers: Collection[str], places: Mapping[str, str]) -> None:
         """Take a report about workers of a run, or refuse it, which is logged ever more rarely."""
@@ -500,15 +515,35 @@ class Station:
             if strangers := received.names() - {*workers}:
                 raise Refused(f"{min(strangers)} is no worker of this run")
         except Refused as error:
-            self.refused, self.row = self.refused + 1, self.row + 1
-            if self.refused.bit_count() == 1:  # the first, the second, the fourth, …
-                log.warning("refused a report of node %s, number %d of them: %s", self.name, self.refused, error)
+            self.row += 1
+            self._complain(error)
             raise
         self.row, self.fresh = 0, True
         mine = {*(self.ordered or ()), *(name for name, node in places.items() if node == self.name)}
         self.report, self.lines, self.starting = dict(received.workers), received.lines, received.starting
         self.failures = {name: text for name, text in received.failures.items() if name in mine}
         self.ended = mine & {*received.ended}  # of others it cannot know
+
+    def take_spans(self, args: list[Any], run: str, traced: Collection[str], places: Mapping[str, str]) -> None:
+        """Take what a worker that lives there did, by the clock here, or refuse it."""
+        try:
+            named, name, chunk = read_spans(args)
+            if named != run:  # of a run before this one
+                return
+            if name not in traced:
+                raise Refused(f"spans of {name}, of which none are wanted")
+            waiting = self.spans.setdefault(name, [])
+            if places.get(name) == self.name and len(waiting) < CHUNKS:  # else it has moved, or nobody takes them
+                waiting.append(later(chunk, self.ahead))
+        except Refused as error:
+            self._complain(error)
+            raise
+
+    def _complain(self, error: Refused) -> None:
+        """Count and log what makes no sense, ever more rarely."""
+        self.refused += 1
+        if self.refused.bit_count() == 1:  # the first, the second, the fourth, …
+            log.warning("refused a report of node %s, number %d of them: %s", self.name, self.refused, error)
 
 
 class Elsewhere(Served):

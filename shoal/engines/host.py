@@ -16,6 +16,7 @@ from shoal.core.errors import Fatal, ServiceLost, ShoalError
 from shoal.core.randomness import Randomness, seed_everything
 from shoal.core.recipe import describe, find, path_of, rebuild, services_in
 from shoal.core.rights import Named, Rights
+from shoal.core.spans import Spans
 from shoal.core.types import Work
 from shoal.engines.standin import Activity, Call, Standin
 
@@ -69,9 +70,14 @@ class Host:
         rights: Rights | None = None,
         connect: Callable[[str], Call] | None = None,
         services: dict[str, Served] | None = None,
+        spans: int = 0,
     ) -> None:
-        """Begin with nothing; `connect` reaches services elsewhere, `services` are those that others made here."""
+        """Begin with nothing; `connect` reaches services elsewhere, `services` are those that others made here.
+
+        Of what the worker does, this many spans are kept for a trace.
+        """
         self.activity, self.rights, self.connect = Activity(name), rights, connect
+        self.activity.spans = Spans(spans) if spans else None
         self.services: dict[str, Served] = {} if services is None else services
         self.blocks: dict[str, Mapping[str, Any]] = {}
         self.refused: dict[str, int] = {}  # by caller: calls that were not theirs to make
@@ -113,9 +119,9 @@ class Host:
         seed_everything(start["seed"])
         self.work = function(*args)
 
-    def member(self, name: str, work: Callable[..., Work], args: Sequence[Any], named: Named) -> Host:
+    def member(self, name: str, work: Callable[..., Work], args: Sequence[Any], named: Named, spans: int) -> Host:
         """A worker in this process, beside the services here."""
-        host = Host(name, Rights(name, named, self.refused), services=self.services)
+        host = Host(name, Rights(name, named, self.refused), services=self.services, spans=spans)
         host.bell, host.stopped = self.bell, self.stopped
         host.work = work(*(given(arg, host.standin) for arg in args))
         return host
@@ -128,14 +134,15 @@ class Host:
         activity = self.activity
         activity.work = self.work
         call_as(activity.name)
-        start, waited = time.perf_counter(), sum(activity.waiting.values())
+        start, waited = time.monotonic(), sum(activity.waiting.values())
         activity.doing = doing = here()
         doing.end()  # of what came before, whatever it was
+        doing.spans = activity.spans
         try:
             moved = next(self.work, None)
         finally:
-            activity.doing = None
-        activity.working += time.perf_counter() - start - (sum(activity.waiting.values()) - waited)
+            activity.doing = doing.spans = None
+        activity.working += time.monotonic() - start - (sum(activity.waiting.values()) - waited)
         activity.moves += bool(moved)
         activity.ended = moved is None
         return moved
@@ -145,19 +152,31 @@ class Host:
 
         A worker that waited long last time looks rarely from the start: every look may be a call to a busy process.
         """
-        since: float | None = None
+        since: float | None = None  # when the present wait began
+        noted, name = 0.0, ""  # up to when spans have it, and for what it is
         last = 0.0  # seconds that the last wait took
         while not self.stopped.is_set():
+            looked = time.monotonic()
             moved = self.advance()
+            now = time.monotonic()
+            if since is not None and (moved is not False or now - noted > BEAT):
+                self._note_wait(name, noted, looked)
+                noted = looked
             if moved is None:
                 return
-            now = time.perf_counter()
             if moved:
                 last, since = 0.0 if since is None else now - since, None
                 continue
-            since = since or now
+            if since is None:
+                since = noted = now
+            name = self.activity.last
             self.bell.wait(min(max(max(now - since, last) * LATENESS, SHORTEST), LONGEST))
-            self.activity.wait(self.activity.last, time.perf_counter() - now)
+            self.activity.wait(name, time.monotonic() - now)
+
+    def _note_wait(self, name: str, start: float, end: float) -> None:
+        """Add a wait to the spans; a long one in parts, so that one who is killed in it has shown most of it."""
+        if self.activity.spans is not None:
+            self.activity.spans.add(f"wait for {name}", start, end)
 
     def stop(self) -> None:
         """Have the worker end after its unit of work."""
@@ -182,7 +201,13 @@ class Host:
             "failure": self.failure,
             "fatal": self.fatal,
             "lost": self.lost,
+            **self.spans(),
         }
+
+    def spans(self) -> dict[str, Any]:
+        """What the worker did since the last call, for a trace, where one is wanted."""
+        chunk = None if self.activity.spans is None else self.activity.spans.drain()
+        return {} if chunk is None else {"spans": chunk}
 
     # Answering.
 

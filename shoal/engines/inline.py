@@ -48,7 +48,9 @@ class Inline(Launcher):
 
     def start(self, worker: Worker, start: Mapping[str, Any]) -> None:
         """Make a worker; it does nothing before its first turn."""
-        worker.host = worker.seat = self.head.member(worker.name, worker.work, worker.args, start["rights"])
+        worker.host = worker.seat = self.head.member(
+            worker.name, worker.work, worker.args, start["rights"], start["spans"]
+        )
         self.randomness[worker.name] = Randomness(start["seed"])
 
     def turn(self, worker: Worker) -> bool:

@@ -12,8 +12,10 @@ from typing_extensions import TypedDict
 
 from shoal.core import recipe
 from shoal.core.errors import Refused
+from shoal.core.spans import LONGEST, Chunk
 from shoal.engines.options import Options
 
+LATEST = 1e10  # seconds that a monotonic clock may show, which counts from the start of a machine
 LINE, TEXT = 2000, 100_000  # letters of what a worker is doing, and of why it failed
 
 
@@ -46,7 +48,7 @@ OPTIONS: TypeAdapter[Options] = TypeAdapter(Options)
 WORKERS, SERVICES = "shoal.workers.", "shoal.services."
 WRITERS = ("shoal.services.checkpoints:", "shoal.workers.recorder:")  # these write where a run's folder is: at the head
 LIMITS = ("restarts", "deadline", "stall", "silence")
-SENT = {"seed", "lockstep", *LIMITS, "restartable", "relays"}  # options that a head may set
+SENT = {"seed", "lockstep", "spans", *LIMITS, "restartable", "relays"}  # options that a head may set
 
 
 def read_order(kind: str, args: list[Any]) -> list[Any]:
@@ -98,6 +100,7 @@ class About(TypedDict):
     slots: Annotated[int, Field(strict=True, ge=0, le=65536)]
     life: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]  # another for each start of a node, and sent to heads only
     busy: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]  # seconds left to a head that is disconnected
+    clock: Annotated[float, Field(strict=True, ge=0, le=LATEST)]  # what its monotonic clock shows
 
 
 ABOUT = TypeAdapter(About)
@@ -168,3 +171,35 @@ def read_report(args: list[Any]) -> Report:
         place, *inside = first["loc"] or ("its form",)
         name = Report._fields[place] if isinstance(place, int) and place < len(Report._fields) else "its form"
         raise Refused(f"{'.'.join(map(str, [name, *inside]))}: {first['msg'].lower()}"[:LINE]) from None
+
+
+class Received(TypedDict):
+    """Spans of a worker's time, as arrays of one length; `which` is the number of a name."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", arbitrary_types_allowed=True)  # type: ignore[misc]
+
+    names: Annotated[list[Waited], Field(max_length=1000)]
+    which: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+    left_out: Count
+
+
+SPANS: TypeAdapter[tuple[str, Name, Received]] = TypeAdapter(tuple[str, Name, Received])
+
+
+def read_spans(args: list[Any]) -> tuple[str, str, Chunk]:
+    """A run, one of its workers, and what that did, if it makes sense."""
+    try:
+        run, name, chunk = SPANS.validate_python(args)
+    except ValidationError as error:
+        raise Refused(f"spans: {_wrong(error)}"[:LINE]) from None
+    which, start, end = chunk["which"], chunk["start"], chunk["end"]
+    types = [(array.dtype.str, array.shape) for array in (which, start, end)]
+    if types != [(kind, (which.size,)) for kind in ("<u2", "<f8", "<f8")] or which.size > LONGEST:
+        raise Refused(f"spans of {name}: three arrays of one length, at most {LONGEST:,}, were expected")
+    if which.size and which.max() >= len(chunk["names"]):
+        raise Refused(f"spans of {name}: one has a name that is not among the names")
+    if not ((start >= 0) & (start <= end) & (end <= LATEST)).all():
+        raise Refused(f"spans of {name}: one does not end after its start, or is at an impossible time")
+    return run, name, {**chunk}

@@ -135,7 +135,7 @@ class Node:
         """Do what the head says, if it makes sense."""
         args = read_order(kind, args)
         if kind == "describe":
-            return {"slots": self.slots, "life": self.life, "busy": self._kept_for()}
+            return {"slots": self.slots, "life": self.life, "busy": self._kept_for(), "clock": time.monotonic()}
         if kind == "refused":
             session.refused = line(args[0])
             return None
@@ -306,6 +306,9 @@ class Node:
         starting = engine is not None and engine.starting()
         failures = {name: text[-TEXT:] for name, text in [*self.failures.items()]}  # the end of it says what was raised
         session.tell("report", self.run, workers, lines, ended, failures, starting)
+        if engine is not None and self.options.spans:
+            for name, _, chunk in engine.spans():
+                session.tell("spans", self.run, name, chunk)
 
     def close(self) -> None:
         """End everything."""

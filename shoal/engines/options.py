@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -28,6 +28,7 @@ class Options:
     silence: float = 30.0  # seconds without a heartbeat before a worker counts as dead
     allow: tuple[str, ...] | None = None  # packages from which workers may be made; none: any
     relays: frozenset[str] = frozenset()  # services of weights, which a node fetches once for all its workers
+    spans: Annotated[int, Field(ge=0, le=1_000_000)] = 0  # of its time that each worker keeps for a trace
     machines: Machines | None = None  # for engines that span several
     room: Room | None = None  # for the engine `ray`
 

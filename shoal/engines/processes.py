@@ -306,7 +306,7 @@ class Child:
         for pipe in self.pipes.values():
             pipe.set_deadline(self.start["deadline"])
         name = self.start["name"]
-        self.host = host = Host(name, connect=self._connect)
+        self.host = host = Host(name, connect=self._connect, spans=self.start["spans"])
         host.rights = Rights(name, self.start["rights"], host.refused)
         host.blocks = {name: opened(fd, layouts[name]) for name, fd in zip(layouts, memory, strict=True)}
         self.cache = MessageCache()
@@ -364,7 +364,7 @@ class Child:
 
     def _state(self) -> dict[str, Any]:
         state = self.host.state()
-        return {key: state[key] for key in ("report", "line")}
+        return {key: state[key] for key in ("report", "line", "spans") if key in state}
 
     def beat(self) -> None:
         """Give signs of life."""

@@ -22,8 +22,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import numpy as np
-
 from shoal.core.caller import caller
 from shoal.core.errors import (
     DeadlineExceeded,
@@ -32,12 +30,12 @@ from shoal.core.errors import (
     SettingsError,
     ShoalError,
     Stalled,
-    WireError,
 )
 from shoal.core.recipe import allow, services_in
 from shoal.core.rights import Rights
+from shoal.core.spans import later
 from shoal.core.types import Array
-from shoal.core.wire import TYPES, shared_size
+from shoal.core.wire import sendable, shared_size
 from shoal.engines.host import BEAT, Host, named_in, recipe_of, stacks
 from shoal.engines.memory import Block, Layout, opened
 from shoal.engines.options import Options, Room
@@ -47,7 +45,7 @@ from shoal.engines.supervisor import HEAD, STARTING, Launcher, Worker
 THREADS = {"work": 1, "control": 2}  # of an actor, beside those that answer calls
 GROUPS = {
     "work": ("begin", "turn", "finish"),
-    "control": ("beat", "stacks", "stop", "relink"),
+    "control": ("beat", "stacks", "stop", "relink", "clock"),
 }  # which methods they run
 CALLS = 8  # threads that answer calls, since a service may be busy while others are not
 LOOK = 0.02  # seconds between looks for an actor that is not there yet
@@ -75,6 +73,7 @@ class Ray(Launcher):
         self.asked: dict[Any, tuple[str, str]] = {}  # questions that wait for an answer: of whom, and what
         self.cramped: set[str] = set()  # workers that do without CPUs of their own
         self.nodes: dict[str, str] = {}
+        self.ahead: dict[str, float] = {}  # by machine: seconds by which this one's clock is ahead
         self.group: Any = None  # the placement group of those that may live anywhere
         self.bundles: dict[str, int] = {}
         self._starting = threading.RLock()
@@ -82,14 +81,8 @@ class Ray(Launcher):
             context = self.ray.get_runtime_context()
             self.node, self.namespace = context.get_node_id(), context.namespace
             self.host_class = host_class(self.ray)
-            start: dict[str, Any] = {
-                "name": HEAD,
-                "work": "",
-                "args": [],
-                "services": {},
-                "rights": None,
-                "lockstep": False,
-            }
+            start: dict[str, Any] = {"name": HEAD, "work": "", "args": [], "services": {}, "rights": None}
+            start |= {"lockstep": False, "spans": 0}
             self._launch(HEAD, start | {"deadline": options.deadline, "allow": options.allow and [*options.allow]})
         except BaseException:
             self.close()
@@ -268,10 +261,21 @@ class Ray(Launcher):
                 raise ServiceLost(f"the head's actor died: {_cause(error)}") from None
             return {"died": True, "away": True, "failure": f"died: {_cause(error)}"}
         number, self.nodes[name] = state.pop("number"), state.pop("node")
+        if (chunk := state.pop("spans", None)) is not None:
+            with suppress(ServiceLost):  # of an actor that has died since
+                state["spans"] = later(chunk, self._ahead(name))
         several = len({*self.nodes.values()}) > 1
         if question == "beat" and not state["failure"]:
             self._ask(name, "beat", number)
         return {**state, "node": self.nodes[name] if several else "", "away": False}
+
+    def _ahead(self, name: str) -> float:
+        """Seconds by which this machine's clock is ahead of an actor's, asked once: right to half the time it takes."""
+        node, asked = self.nodes[name], time.monotonic()
+        if node not in self.ahead:
+            there = None if node.endswith(self.node[:6]) else self._get(self.handles[name].clock.remote(), STARTING)
+            self.ahead[node] = 0.0 if there is None else (asked + time.monotonic()) / 2 - there
+        return self.ahead[node]
 
     def _squeeze_in(self) -> None:
         """Let workers that were restarted share the CPUs of others, if their own went with a machine."""
@@ -304,7 +308,7 @@ class RayHost:
         """Take what to be; nothing is made yet, so that the head hears what goes wrong."""
         import ray
 
-        self.start, self.host = start, Host(start["name"], connect=self._connect)
+        self.start, self.host = start, Host(start["name"], connect=self._connect, spans=start["spans"])
         if start["rights"] is None:
             self.host.ready.set()
         else:
@@ -387,6 +391,10 @@ class RayHost:
             self.number += 1
             self.news.notify_all()
 
+    def clock(self) -> float:
+        """What the clock of this machine shows."""
+        return time.monotonic()
+
     def stacks(self) -> str:
         """Where every thread is."""
         return stacks({self.thread or 0: self.start["name"]})
@@ -404,7 +412,7 @@ class RayHost:
                 self.host.bell.ring()
             if shared_size(value, 0) > INLINE and self.host.services[service].lasting(method):
                 return KEPT, self._keep(f"{service}.{method}", value)
-            return VALUE, plain(value)
+            return VALUE, sendable(value)
         except Exception:
             return RAISED, traceback.format_exc()
 
@@ -415,7 +423,7 @@ class RayHost:
         with self._keeping:
             before = self._kept.get(name)
             if before is None or before[0] is not value:
-                self._kept[name] = before = value, [ray.put(plain(value))]
+                self._kept[name] = before = value, [ray.put(sendable(value))]
         return before[1]
 
     def _connect(self, service: str) -> Call:
@@ -445,7 +453,7 @@ def ask(handle: Any, service: str, method: str, args: Sequence[Any], deadline: f
     import ray
 
     try:
-        kind, value = ray.get(handle.call.remote((service, method, plain(args), caller())), timeout=deadline)
+        kind, value = ray.get(handle.call.remote((service, method, sendable(args), caller())), timeout=deadline)
         if kind == KEPT:
             return ray.get(value[0], timeout=deadline)
     except ray.exceptions.GetTimeoutError:
@@ -469,24 +477,6 @@ def look_up(name: str, namespace: str, seconds: float) -> Any:
             if time.monotonic() > limit:
                 raise ServiceLost(f"there was no actor {name} for {seconds:g} s") from None
             time.sleep(LOOK)
-
-
-def plain(value: Any) -> Any:
-    """The value as every wire would carry it: lists, mappings, arrays, numbers and text; anything else is refused."""
-    kind = type(value)
-    if kind in (str, int, float, bool) or value is None:
-        return value
-    if isinstance(value, np.ndarray):
-        if value.dtype.str not in TYPES:
-            raise WireError(f"cannot send an array of type {value.dtype}; allowed: {', '.join(TYPES)}")
-        return value
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, np.generic):
-        return value.item()
-    raise WireError(f"cannot send a {kind.__name__}: only arrays, numbers, text, lists and mappings")
 
 
 def library() -> Any:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from shoal.core.doing import Doing
 from shoal.core.errors import DeadlineExceeded, ServiceFailed, ServiceLost
+from shoal.core.spans import BRIEF, Spans
 from shoal.core.types import Work
 
 Call: TypeAlias = Callable[[str, Sequence[Any]], Any]  # a method and its arguments → the answer
@@ -29,6 +30,7 @@ class Activity:
     ended: bool = False
     work: Work | None = None  # to say at which line it is
     doing: Doing | None = None  # None: between two units of work
+    spans: Spans | None = None  # what it did when; None: nobody wants to know
 
     def call(self, name: str) -> None:
         """Mark the start of a call to a service in another process."""
@@ -37,8 +39,10 @@ class Activity:
     def answered(self) -> None:
         """Mark its end, and count its time as waiting."""
         self.last = name = self.calling
-        self.calling = ""
-        self.waiting[name] = self.waiting.get(name, 0.0) + time.monotonic() - self.since
+        self.calling, now = "", time.monotonic()
+        self.waiting[name] = self.waiting.get(name, 0.0) + now - self.since
+        if self.spans is not None:
+            self.spans.add(name, self.since, now)
 
     def wait(self, name: str, seconds: float) -> None:
         """Count seconds spent waiting for a service."""
@@ -102,6 +106,15 @@ class Standin:
             activity.last = name
             return call(method, args)
 
+        def near_traced(*args: Any) -> Any:
+            assert activity.spans is not None
+            activity.last, start = name, time.monotonic()
+            try:
+                return call(method, args)
+            finally:
+                if (end := time.monotonic()) - start > BRIEF:
+                    activity.spans.add(name, start, end)
+
         def far(*args: Any) -> Any:
             activity.call(name)
             try:
@@ -113,5 +126,6 @@ class Standin:
             finally:
                 activity.answered()
 
-        self.__dict__[method] = bound = near if self._near else far
+        inside = near if activity.spans is None else near_traced
+        self.__dict__[method] = bound = inside if self._near else far
         return bound

@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ from shoal.core.errors import ShoalError, Stalled, WorkerFailed
 from shoal.core.randomness import derive
 from shoal.core.recipe import describe, path_of
 from shoal.core.rights import Named, rights_of, with_services
+from shoal.core.spans import Chunk
 from shoal.core.types import Array, Work
 from shoal.engines.host import Host, given, recipe_of
 from shoal.engines.options import Options
@@ -35,6 +36,7 @@ HEALTH = 60.0  # seconds of life after which earlier restarts no longer count
 STARTING = 120.0  # seconds in which libraries may load
 GRACE = 3.0  # seconds in which a worker has to end when asked
 MOURNING = 2.0  # seconds in which the death of a host is reported, after a caller has lost its services
+CHUNKS = 100  # of spans of a worker that wait for whoever writes the trace
 HURRY = 1 / 10  # the share of `stall` that a worker may stay inside an environment once the run was asked to end
 
 
@@ -66,6 +68,7 @@ class Worker:
     node: str = ""  # the machine, where there are several
     away: bool = False  # whether that machine is disconnected
     elsewhere: bool = False  # whether that machine watches over it
+    spans: deque[Chunk] = field(default_factory=lambda: deque(maxlen=CHUNKS))  # that nobody has taken yet
 
     def begin(self, now: float) -> None:
         """Forget the life before."""
@@ -78,7 +81,10 @@ class Worker:
         """Take in what its launcher reports."""
         self.heard = time.monotonic()
         for key, value in changes.items():
-            setattr(self, key, value)
+            if key == "spans":
+                self.spans.append(value)
+            else:
+                setattr(self, key, value)
 
     def reported(self) -> dict[str, Any]:
         """What it has done with its time."""
@@ -175,6 +181,7 @@ class Supervisor:
         self.workers: dict[str, Worker] = {}
         self.placed: dict[str, dict[str, Any]] = {}  # worker → services to make there
         self._observers: list[threading.Thread] = []
+        self._observing: dict[str, Host] = {}
         self._turned = 0  # turns that made progress
         self._failure: BaseException | None = None
         launcher.open(self.head)
@@ -224,7 +231,7 @@ class Supervisor:
         self._launch(worker)
 
     def _observe(self, name: str, work: Callable[..., Work], args: Sequence[Any]) -> None:
-        host = Host(name)
+        self._observing[name] = host = Host(name, spans=self.options.spans)
         host.work, host.bell, host.stopped = work(*args), self.head.bell, self.head.stopped
 
         def observe() -> None:
@@ -279,6 +286,17 @@ class Supervisor:
             for worker in workers
         }
 
+    def spans(self) -> Iterator[tuple[str, str, Chunk]]:
+        """What workers did since the last call, for a trace: the worker, its machine where there are several, spans."""
+        workers = [*self.workers.values()]
+        hosts = {worker.name: worker.host for worker in workers if worker.host is not None} | self._observing
+        for name, host in hosts.items():
+            if (chunk := host.spans().get("spans")) is not None:
+                yield name, "", chunk
+        for worker in workers:
+            while worker.spans:
+                yield worker.name, worker.node, worker.spans.popleft()
+
     def close(self) -> None:
         """End every worker, first by asking, and whatever the engine has started."""
         self.head.stop()
@@ -310,6 +328,7 @@ class Supervisor:
                 "rights": with_services(worker.rights, services),
                 "seed": seed,  # another for each life, so that none repeats what the one before did
                 "lockstep": self.lockstep,
+                "spans": self.options.spans,
                 "deadline": self.options.deadline,
                 "allow": None if self.options.allow is None else [*self.options.allow],
             },

@@ -47,7 +47,7 @@ class Threads(Launcher):
 
     def start(self, worker: Worker, start: Mapping[str, Any]) -> None:
         """Start a worker in a thread of its own."""
-        host = self.head.member(worker.name, worker.work, worker.args, start["rights"])
+        host = self.head.member(worker.name, worker.work, worker.args, start["rights"], start["spans"])
         self._turns[worker.name] = queue.SimpleQueue()
         args = (worker.name, host, Randomness(start["seed"]) if self.lockstep else None)
         worker.host, worker.seat = host, threading.Thread(target=self._run, args=args, name=worker.name, daemon=True)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from shoal.core.algorithm import HasChoices
+from shoal.core.doing import span
 from shoal.core.randomness import derive, seed_everything
 from shoal.core.rights import calls
 from shoal.core.settings import at
@@ -53,7 +54,8 @@ def act(
     while True:
         stage = journal.stage() if experiment.curriculum else 0
         root = derive(own, "stage", stage) if stage else own
-        groups = make_groups(experiment, stage, derive(root, period))
+        with span("make"):
+            groups = make_groups(experiment, stage, derive(root, period))
         try:
             policy = policy or Follower(experiment.algorithm, groups[0].spec, experiment.actor_device)
             if experiment.lockstep:  # a period depends on its number only, not on what came before
@@ -112,7 +114,8 @@ class Own:
     def priorities(self, items: Items) -> Generator[bool, None, Array]:
         """The first priorities of items."""
         yield from ()
-        return first_priorities(self.algorithm, self.policy.net, items, self.policy.device)
+        with span("priorities"):
+            return first_priorities(self.algorithm, self.policy.net, items, self.policy.device)
 
     def report(self, journal: Journal) -> None:
         """Report finished episodes, faults, and the algorithm's choices to the journal."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from shoal.core.algorithm import Algorithm, HasChoices
-from shoal.core.doing import FIRST, Seldom
+from shoal.core.doing import FIRST, Seldom, span
 from shoal.core.means import Means
 from shoal.core.randomness import derive, seed_everything
 from shoal.core.rights import calls
@@ -68,15 +68,16 @@ def evaluate(experiment: Experiment, parameters: Parameters, journal: Journal, c
             begun = time.monotonic()
             pulls = journal.pulls() if isinstance(experiment.algorithm, HasChoices) else []
             playing = play(experiment.algorithm, policy, envs, experiment.evaluation.episodes, pulls=pulls)
-            for instant, ended in enumerate(playing, 1):
-                if instant % PATIENCE:
-                    continue
-                if journal.stopping() == INTERRUPTED:
-                    return
-                if (taken := time.monotonic() - begun) > FIRST and complaint.due():
-                    journal.report(slow(experiment, taken, instant, len(ended)))
-                if not experiment.lockstep:
-                    yield True
+            with span("evaluate"):
+                for instant, ended in enumerate(playing, 1):
+                    if instant % PATIENCE:
+                        continue
+                    if journal.stopping() == INTERRUPTED:
+                        return
+                    if (taken := time.monotonic() - begun) > FIRST and complaint.due():
+                        journal.report(slow(experiment, taken, instant, len(ended)))
+                    if not experiment.lockstep:
+                        yield True
             result = summarise(policy.steps, ended) | ({"stage": stage} if experiment.curriculum else {})
             journal.acted([], envs.faults())
             over = journal.evaluated(result)
@@ -103,7 +104,8 @@ def close(envs: Envs | None) -> None:
 def open_envs(experiment: Experiment, stage: int, seed: int) -> Envs:
     """Environments for evaluation in a stage of the curriculum, with seeds of their own."""
     size, limit = min(experiment.evaluation.episodes, WIDEST), experiment.evaluation.max_steps
-    return make(experiment.environment_in(stage), size, seed=seed, evaluation=True, limit=limit)
+    with span("make"):
+        return make(experiment.environment_in(stage), size, seed=seed, evaluation=True, limit=limit)
 
 
 def slow(experiment: Experiment, seconds: float, steps: int, ended: int) -> str:
@@ -133,16 +135,20 @@ def play(
     wanted = np.full(size, count // size) + (np.arange(size) < count % size)
     kept: list[Episode] = []
     envs.episodes()
-    step, carry = envs.reset(), first_carry(algorithm, policy.net, size, pulls)
+    with span("reset"):
+        step = envs.reset()
+    carry = first_carry(algorithm, policy.net, size, pulls)
     yield kept
     while wanted.any():
         torch.set_num_threads(1)  # every time, since workers of one process share the number
         seen = Step(*(to_torch(part, policy.device) for part in step))
-        with torch.inference_mode():
+        with span("infer"), torch.inference_mode():
             choice = algorithm.act(policy.net, seen, carry, None)
             chosen(seen, carry, choice)
+            action = choice.action.cpu().numpy()
         carry = choice.carry
-        step = envs.step(choice.action.cpu().numpy())
+        with span("step"):
+            step = envs.step(action)
         for episode in envs.episodes():
             if wanted[episode.env]:
                 wanted[episode.env] -= 1

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from shoal.core.algorithm import Algorithm, HasReplay, HasReplayRatio
+from shoal.core.doing import span
 from shoal.core.means import Means
 from shoal.core.randomness import derive, seed_everything
 from shoal.core.rights import calls
@@ -62,7 +63,8 @@ def gradient(
         period = int(block["period"])
         stage = journal.stage() if experiment.curriculum else 0
         root = derive(own, "stage", stage) if stage else own
-        envs = make(experiment.environment_in(stage), experiment.env_count, seed=derive(root, period))
+        with span("make"):
+            envs = make(experiment.environment_in(stage), experiment.env_count, seed=derive(root, period))
         try:
             if model is None:
                 model = SharedModel(experiment.algorithm, envs.spec, block, index)

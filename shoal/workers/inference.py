@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from shoal.core.algorithm import Algorithm, HasChoices
+from shoal.core.doing import span
 from shoal.core.errors import Fatal, ServiceLost
 from shoal.core.randomness import Randomness
 from shoal.core.rights import calls
@@ -120,7 +121,7 @@ class Answers:
 
     def _act(self, tree: Mapping[str, Any], carry: Any, rank: Array) -> Act:
         device = self.policy.device
-        with torch.inference_mode():
+        with span("infer"), torch.inference_mode():
             step = Step(*(to_torch(tree[name], device) for name in Step._fields))
             return self.algorithm.act(self.policy.net, step, carry, to_torch(rank, device))
 

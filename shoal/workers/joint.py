@@ -12,6 +12,7 @@ from torch import nn
 
 from shoal import envs
 from shoal.core.algorithm import Algorithm
+from shoal.core.doing import span
 from shoal.core.errors import Fatal
 from shoal.core.randomness import derive, seed_everything
 from shoal.core.rights import calls
@@ -53,7 +54,8 @@ class Joint:
     ) -> Generator[bool, None, Loss]:
         """A step of the optimizer down the mean of all learners' gradients; metrics are means too."""
         try:
-            loss, total = differentiated(algorithm, net, target, optimizer, batch, 1)
+            with span("update"):
+                loss, total = differentiated(algorithm, net, target, optimizer, batch, 1)
         except torch.OutOfMemoryError as error:
             raise Fatal(
                 "a learner's share of a batch does not fit into the GPU's memory, and with several learners it is not "

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from shoal import envs
+from shoal.core.doing import span
 from shoal.core.randomness import derive, seed_everything
 from shoal.core.rights import calls
 from shoal.core.settings import at, moving
@@ -92,7 +93,8 @@ def learn(
             yield False
             continue
         torch.set_num_threads(experiment.learner_threads)
-        batch = to_batch(tree, model.device)
+        with span("batch"):
+            batch = to_batch(tree, model.device)
         present = at(algorithm, now.steps, experiment.steps)
         metrics = {
             "lag": float((now.version - batch.version).mean()),

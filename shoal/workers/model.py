@@ -19,6 +19,7 @@ from shoal.core.algorithm import (
     HasTargetKl,
     HasTau,
 )
+from shoal.core.doing import span
 from shoal.core.errors import Fatal
 from shoal.core.tree import map_tree, to_numpy
 from shoal.core.types import Array, Batch, Loss, Spec
@@ -276,7 +277,8 @@ def alone(step: OptimizerStep) -> JointStep:
         algorithm: Algorithm[Any], net: nn.Module, target: nn.Module, optimizer: Optimizes, batch: Batch
     ) -> Generator[bool, None, Loss]:
         yield from ()
-        return step(algorithm, net, target, optimizer, batch)
+        with span("update"):
+            return step(algorithm, net, target, optimizer, batch)
 
     return stepping
 

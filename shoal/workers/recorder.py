@@ -11,12 +11,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from shoal.core.doing import span
 from shoal.core.means import Means
 from shoal.core.tree import flat
 from shoal.core.types import Work
 from shoal.display import console
 from shoal.runs import directory, loggers
 from shoal.runs.metrics import Metrics
+from shoal.runs.trace import Trace
 
 if TYPE_CHECKING:
     from shoal.experiment import Experiment
@@ -30,9 +32,17 @@ ROWS = 1000  # a row covers at least this fraction of the time so far, so that l
 
 
 def record(
-    experiment: Experiment, run: Path, steps: int, journal: Journal, report: Callable[[], Mapping[str, Any]]
+    experiment: Experiment,
+    run: Path,
+    steps: int,
+    journal: Journal,
+    report: Callable[[], Mapping[str, Any]],
+    trace: Trace | None = None,
 ) -> Work:
-    """Write the metrics of a run that continues after these steps, and show its progress; it only ever waits."""
+    """Write the metrics of a run that continues after these steps, and show its progress; it only ever waits.
+
+    Where a trace is wanted, it writes that too.
+    """
     recorder = Recorder(experiment, run, steps, report)
     recorder.evaluations += journal.snapshot()["evaluations"]  # from before, if the run is resumed
     looked = 0.0
@@ -41,8 +51,13 @@ def record(
             if time.monotonic() - looked >= min(experiment.log_every, LOOK):
                 looked = time.monotonic()
                 recorder.take(journal.drain())
+                if trace is not None:
+                    with span("trace"):
+                        trace.take()
             yield False
     finally:
+        if trace is not None:
+            trace.close()
         recorder.take(journal.drain(), last=True)
         recorder.close()
 

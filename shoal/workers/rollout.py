@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shoal.core.algorithm import Algorithm, HasChoices
+from shoal.core.doing import span
 from shoal.core.tree import to_numpy, to_torch
 from shoal.core.types import Array, Step
 from shoal.envs import Envs
@@ -40,14 +41,16 @@ class Stream:
         self.rank = places.astype(np.float32)
         self.packer = packing.make(experiment.algorithm.experience, envs.size)
         self.chunk = packing.Chunk(experiment.chunk)
-        self.step = envs.reset()
+        with span("reset"):
+            self.step = envs.reset()
         self.packer.observe(self.step)
         self.steps = 0  # without the dummy steps that lead to the first observation of an episode
 
     def take(self, action: Array, record: Mapping[str, Array], version: int) -> packing.Items | None:
         """Step once, and return the items that are complete; they are valid until the next call."""
         self.packer.choose(action, record, version)
-        self.step = self.envs.step(action)
+        with span("step"):
+            self.step = self.envs.step(action)
         self.steps += int((~self.step.first).sum())
         return self.chunk.add(self.packer.observe(self.step))
 
@@ -84,11 +87,11 @@ class Rollout:
     def act(self, algorithm: Algorithm[Any], version: int) -> packing.Items | None:
         """Choose and step once, and return the items that are complete; they are valid until the next call."""
         torch.set_num_threads(1)  # every time, since workers of one process share the number
-        with torch.inference_mode():
+        with span("infer"), torch.inference_mode():
             seen = Step(*(to_torch(part, self.device) for part in self.stream.step))
             choice = algorithm.act(self.net, seen, self.carry, self.rank)
-        self.carry = choice.carry
-        return self.stream.take(choice.action.cpu().numpy(), to_numpy(choice.record), version)
+            self.carry, action = choice.carry, choice.action.cpu().numpy()
+        return self.stream.take(action, to_numpy(choice.record), version)
 
     def report(self, algorithm: Algorithm[Any], journal: Journal) -> None:
         """Report finished episodes, faults, and the algorithm's choices to the journal."""

@@ -47,7 +47,7 @@ class Scripted:
 
     def __init__(self, address: str, life: str = LIVES, name: str = "node", slots: int = 1, **about: Any) -> None:
         """Join a head."""
-        self.about = {"slots": slots, "life": life, "busy": 0.0, **about}
+        self.about = {"slots": slots, "life": life, "busy": 0.0, "clock": 5.0, **about}
         self.orders: list[tuple[str, list[Any]]] = []
         self.session: Session = meet(address, Terms(name), self._answer)[1]
 

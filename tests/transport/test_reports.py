@@ -69,7 +69,7 @@ def joined() -> Iterator[tuple[Any, Session]]:
     session = None
 
     def answer(session: Session, kind: str, args: list[Any]) -> Any:
-        return {"slots": 1, "life": "0123456789abcdef", "busy": 0.0} if kind == "describe" else None
+        return {"slots": 1, "life": "0123456789abcdef", "busy": 0.0, "clock": 5.0} if kind == "describe" else None
 
     try:
         cluster.launcher.run_name = RUN
