@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import MutableSequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
 Chunk: TypeAlias = dict[str, Any]  # some spans, as they travel: see `drain`
 LONGEST = 20_000  # spans of a chunk
+CHUNKS = 100  # of a worker that wait for whoever writes the trace
 BRIEF = 20e-6  # seconds: a call inside a process that takes less is left out, as nobody would see it
 
 
@@ -52,3 +54,11 @@ class Spans:
 def later(chunk: Chunk, seconds: float) -> Chunk:
     """The same spans by a clock that is this much ahead."""
     return {**chunk, "start": chunk["start"] + seconds, "end": chunk["end"] + seconds}
+
+
+def keep(waiting: MutableSequence[Chunk], chunk: Chunk) -> None:
+    """Add a chunk to those that nobody has taken yet; where too many wait, its spans are left out, and counted."""
+    if len(waiting) < CHUNKS:
+        waiting.append(chunk)
+    else:
+        waiting[-1]["left_out"] += len(chunk["which"]) + chunk["left_out"]

@@ -22,7 +22,7 @@ from shoal.core.caller import call_as
 from shoal.core.errors import DeadlineExceeded, Refused, ServiceFailed, ServiceLost, ShoalError, WireError, WorkerFailed
 from shoal.core.recipe import services_in
 from shoal.core.rights import Rights
-from shoal.core.spans import Chunk, later
+from shoal.core.spans import Chunk, keep, later
 from shoal.core.types import Array
 from shoal.engines.host import Host, Served
 from shoal.engines.messages import LIMITS, About, read_about, read_report, read_spans
@@ -30,7 +30,7 @@ from shoal.engines.once import Once
 from shoal.engines.options import Machines, Options
 from shoal.engines.placement import HERE, place
 from shoal.engines.processes import Processes
-from shoal.engines.supervisor import CHUNKS, Launcher, Worker
+from shoal.engines.supervisor import Launcher, Worker
 from shoal.transport.nursery import Nursery
 from shoal.transport.session import Answer, Gate, Session, keep_meeting
 from shoal.transport.trust import Terms
@@ -359,7 +359,7 @@ class Cluster(Launcher):
                 raise WorkerFailed(f"{name} on node {station.name}: {station.failures[name]}")
             worker.node, worker.away, worker.ready = station.name, away, not busy
             for chunk in station.spans.pop(name, []):
-                worker.spans.append(chunk)
+                keep(worker.spans, chunk)
             if not fresh:  # it was not heard of
                 continue
             changes: dict[str, Any] = {"ended": worker.ended or name in station.ended}
@@ -532,9 +532,8 @@ class Station:
                 return
             if name not in traced:
                 raise Refused(f"spans of {name}, of which none are wanted")
-            waiting = self.spans.setdefault(name, [])
-            if places.get(name) == self.name and len(waiting) < CHUNKS:  # else it has moved, or nobody takes them
-                waiting.append(later(chunk, self.ahead))
+            if places.get(name) == self.name:  # else it has moved
+                keep(self.spans.setdefault(name, []), later(chunk, self.ahead))
         except Refused as error:
             self._complain(error)
             raise

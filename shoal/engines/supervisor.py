@@ -22,7 +22,7 @@ from shoal.core.errors import ShoalError, Stalled, WorkerFailed
 from shoal.core.randomness import derive
 from shoal.core.recipe import describe, path_of
 from shoal.core.rights import Named, rights_of, with_services
-from shoal.core.spans import Chunk
+from shoal.core.spans import Chunk, keep
 from shoal.core.types import Array, Work
 from shoal.engines.host import Host, given, recipe_of
 from shoal.engines.options import Options
@@ -36,7 +36,6 @@ HEALTH = 60.0  # seconds of life after which earlier restarts no longer count
 STARTING = 120.0  # seconds in which libraries may load
 GRACE = 3.0  # seconds in which a worker has to end when asked
 MOURNING = 2.0  # seconds in which the death of a host is reported, after a caller has lost its services
-CHUNKS = 100  # of spans of a worker that wait for whoever writes the trace
 HURRY = 1 / 10  # the share of `stall` that a worker may stay inside an environment once the run was asked to end
 
 
@@ -68,7 +67,7 @@ class Worker:
     node: str = ""  # the machine, where there are several
     away: bool = False  # whether that machine is disconnected
     elsewhere: bool = False  # whether that machine watches over it
-    spans: deque[Chunk] = field(default_factory=lambda: deque(maxlen=CHUNKS))  # that nobody has taken yet
+    spans: deque[Chunk] = field(default_factory=deque)  # that nobody has taken yet
 
     def begin(self, now: float) -> None:
         """Forget the life before."""
@@ -82,7 +81,7 @@ class Worker:
         self.heard = time.monotonic()
         for key, value in changes.items():
             if key == "spans":
-                self.spans.append(value)
+                keep(self.spans, value)
             else:
                 setattr(self, key, value)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import shoal
 from shoal.core.errors import Refused
-from shoal.core.spans import Spans
+from shoal.core.spans import CHUNKS, Chunk, Spans, keep
 from shoal.engines.messages import read_spans
 from shoal.runs.trace import Trace
 from tests.pace import long
@@ -42,15 +43,17 @@ def check_nesting(spans: list[tuple[str, float, float]]) -> None:
         inside.append(end)
 
 
-@pytest.mark.parametrize("engine", ["inline", "processes", long("threads"), long("ray")])
-def test_a_run_leaves_a_trace_of_every_worker(engine: str, tmp_path: Path) -> None:
-    shoal.train("impala_cartpole", tmp_path / "run", trace=True, engine=engine, **SMALL)
+@pytest.mark.parametrize("engine", ["inline", "processes", *map(long, ["threads", "ray", "cluster/grpc"])])
+def test_a_run_leaves_a_trace_of_every_worker(hosted: Any, engine: str, tmp_path: Path) -> None:
+    shoal.train("impala_cartpole", tmp_path / "run", trace=True, **hosted(engine), **SMALL)
     found = tracks(tmp_path / "run" / "trace.json")
     assert {"learner", "actor-0", "actor-1", "evaluator", "recorder"} <= found.keys()
     for spans in found.values():
         check_nesting(spans)
     names = {worker: {name for name, _, _ in spans} for worker, spans in found.items()}
-    calls = {"store.put", "parameters.fetch"} if engine in ("processes", "ray") else set()  # else too brief to be shown
+    calls = (
+        {"store.put", "parameters.fetch"} if engine not in ("inline", "threads") else set()
+    )  # else too brief to be shown
     assert {"make", "reset", "infer", "step", *calls} <= names["actor-0"] & names["actor-1"]
     assert {"update", "checkpoints.save"} <= names["learner"]
     assert {"evaluate", "infer", "step"} <= names["evaluator"]
@@ -88,6 +91,15 @@ def test_spans_beyond_the_limit_are_left_out_and_counted(tmp_path: Path) -> None
     trace.close()
     assert len(tracks(tmp_path / "trace.json")["actor"]) == 3
     assert "3 of actor" in (tmp_path / "trace.json").read_text()
+
+
+def test_what_nobody_takes_is_left_out_and_counted() -> None:
+    spans, waiting = Spans(1000), list[Chunk]()
+    for number in range(CHUNKS + 3):
+        spans.add("step", number, number + 1)
+        keep(waiting, spans.drain() or {})
+    assert len(waiting) == CHUNKS
+    assert [chunk["left_out"] for chunk in waiting[-2:]] == [0, 3]
 
 
 def test_all_workers_together_have_a_limit_too(tmp_path: Path) -> None:
