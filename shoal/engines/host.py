@@ -176,7 +176,7 @@ class Host:
     def _note_wait(self, name: str, start: float, end: float) -> None:
         """Add a wait to the spans; a long one in parts, so that one who is killed in it has shown most of it."""
         if self.activity.spans is not None:
-            self.activity.spans.add(f"wait for {name}", start, end)
+            self.activity.spans.add(f"wait for {name}" if name else "wait", start, end)
 
     def stop(self) -> None:
         """Have the worker end after its unit of work."""

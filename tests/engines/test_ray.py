@@ -18,9 +18,10 @@ import pytest
 
 import shoal
 from shoal.core.errors import SettingsError, ShoalError, WireError
+from shoal.core.wire import sendable
 from shoal.engines import Options, make
 from shoal.engines.options import Room
-from shoal.engines.ray import plain, request, role_of
+from shoal.engines.ray import request, role_of
 from shoal.services.parameters import Parameters
 from tests.engines import programs
 from tests.engines.simulated import Simulated
@@ -77,10 +78,10 @@ def test_weights_are_put_once_per_version_and_nothing_stays(build: Any) -> None:
 
 
 def test_what_no_wire_carries_is_refused(build: Any) -> None:
-    assert plain({"a": (1, np.float32(0.5), [None])}) == {"a": [1, 0.5, [None]]}
+    assert sendable({"a": (1, np.float32(0.5), [None])}) == {"a": [1, 0.5, [None]]}
     for value in (object(), {"a": {1, 2}}, np.array(["text"]), np.array([object()])):
         with pytest.raises(WireError, match="cannot send"):
-            plain(value)
+            sendable(value)
     shelf = build().serve("shelf", programs.Shelf)
     with pytest.raises(WireError, match="cannot send a object"):
         shelf.put("a", object())
