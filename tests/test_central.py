@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 import shoal
 from shoal.core.errors import SettingsError
+from shoal.envs import make
+from shoal.experiment import load
+from shoal.workers.rollout import Stream
 from tests.pace import long
 from tests.test_engines_alike import CONFIGS, CONTINUOUS, LOCKSTEP
 
@@ -82,6 +87,16 @@ def test_who_is_killed_begins_again_and_nobody_else_does(command: Any, victim: s
     restarts = {name: worker["restarts"] for name, worker in summary["workers"].items() if "restarts" in worker}
     assert restarts.pop(victim) == 1
     assert not any(restarts.values())
+
+
+def test_groups_of_environments_share_the_places_of_exploration_evenly() -> None:
+    made = load({"environment": {"id": "Catch"}, "algorithm": {"name": "dqn"}, "actors": 3, "envs": 4})
+    places = []
+    for index, part in product(range(3), range(2)):
+        envs = make(made.environment, 2, seed=0)
+        places += [*Stream(made, index, envs, part, 2).rank]
+        envs.close()
+    assert places == pytest.approx((np.arange(12) + 0.5) / 12)
 
 
 @pytest.mark.parametrize(

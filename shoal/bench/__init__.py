@@ -6,6 +6,8 @@ BENCHMARKS = {
     "pong": "shoal.bench.tasks:pong",
     "dqn": "shoal.bench.tasks:dqn",
     "control": "shoal.bench.tasks:control",
+    "inference": "shoal.bench.tasks:inference",
+    "still": "shoal.bench.tasks:still",
     "solve": "shoal.bench.tasks:solve",
     "calls": "shoal.bench.calls:calls",
     "links": "shoal.bench.links:links",

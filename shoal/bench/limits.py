@@ -10,7 +10,9 @@ import multiprocessing
 import os
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,10 +22,12 @@ from shoal.bench.measuring import Row
 from shoal.core.types import ActionSpec
 
 
-def limits(config: str, seconds: float, smallest: bool = False) -> Row:
+def limits(
+    config: str, seconds: float, smallest: bool = False, overrides: Mapping[str, Any] = MappingProxyType({})
+) -> Row:
     """Rates of the bare environment on one core and on all, core-time per step, and the rate it allows."""
     cores = sorted(os.sched_getaffinity(0))[: 1 if smallest else None]
-    changes = training.changes(config, smallest)
+    changes = {**training.changes(config, smallest), **overrides}
     (alone,) = together = _on_cores(config, seconds, changes, cores[:1])
     if len(cores) > 1:
         together = _on_cores(config, seconds, changes, cores)

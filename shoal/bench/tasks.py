@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from statistics import median, median_low
 
@@ -30,6 +31,48 @@ def control(effort: Effort) -> Tables:
     return train(effort, "sac_halfcheetah", "td3_halfcheetah")
 
 
+def inference(effort: Effort) -> Tables:
+    """Central beside local inference with 2 actors, by the number of environments of each."""
+    rows: list[Row] = []
+    for config, envs in product(("impala_cartpole", "impala_pong")[: 1 if effort.smallest else 2], (1, 8, 64)):
+        ways = ("local", "central")
+        rates: dict[str, list[float]] = {way: [] for way in ways}
+        for turn in range(effort.rounds):
+            for way in ways[:: -1 if turn % 2 else 1]:
+                overrides = {"inference": way, "actors": 2, "envs": envs, "engine": "processes"}
+                found = training.measure(config, effort.seconds, effort.smallest, overrides)
+                rates[way].append(found["steps_per_s"])
+                metrics = found["metrics"] if way == "central" else {}
+        ratios = [central / local for central, local in zip(rates["central"], rates["local"], strict=True)]
+        row = {"config": config, "envs": envs, **{f"{way}_steps_per_s": median(rates[way]) for way in ways}}
+        row |= {"x": median(ratios), "least_x": min(ratios), "most_x": max(ratios)}
+        rows.append(row | {key: metrics.get(f"inference_{key}") for key in ("ms_p50", "ms_p99", "batch")})
+        if effort.smallest:
+            break
+    return {"inference": rows}
+
+
+STILL: dict[str, dict[str, object]] = {
+    "impala_cartpole": {},
+    "impala_pong": {"environment.arguments": {"shape": [4, 84, 84]}, "envs": 16},
+}
+
+
+def still(effort: Effort) -> Tables:
+    """IMPALA's networks for CartPole and Pong on an environment that costs nothing: what the loop itself can carry."""
+    tables: Tables = {"still": [], "workers": []}
+    for config, more in [*STILL.items()][: 1 if effort.smallest else 2]:
+        overrides = {"environment.id": "Still", **more}
+        bound = limits(config, min(effort.seconds, 5.0), effort.smallest, overrides)
+        found = _middle(
+            [training.measure(config, effort.seconds, effort.smallest, overrides) for _ in range(effort.rounds)]
+        )
+        workers, _ = found.pop("workers"), found.pop("metrics")
+        tables["still"].append({"config": config, **found, **bound, "x_limit": found["steps_per_s"] / bound["limit"]})
+        tables["workers"] += [{"config": config, **worker} for worker in workers]
+    return tables
+
+
 def train(effort: Effort, *configs: str) -> Tables:
     """Training speed; a row is the round of the median rate."""
     bounds = {config: limits(config, min(effort.seconds, 5.0), effort.smallest) for config in configs}
@@ -44,6 +87,7 @@ def train(effort: Effort, *configs: str) -> Tables:
     tables: Tables = {"training": [], "limits": [], "workers": [], "peers": []}
     for config in configs:
         row = _middle(found[config])
+        del row["metrics"]
         tables["workers"] += [{"config": config, **worker} for worker in row.pop("workers")]
         for name in ("environment_one_core", "environment_all_cores", "limit"):
             row[f"x_{name}"] = row["steps_per_s"] / bounds[config][name]

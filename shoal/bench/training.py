@@ -8,7 +8,9 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from shoal.bench.measuring import Row, core_seconds, library
@@ -57,28 +59,29 @@ def usage(root: int) -> tuple[Row, dict[int, float]]:
     return held | {"processes": len(tree)}, {each.pid: core_seconds(each) for each in tree}
 
 
-def measure(config: str, seconds: float, smallest: bool = False) -> Row:
+def measure(
+    config: str, seconds: float, smallest: bool = False, overrides: Mapping[str, Any] = MappingProxyType({})
+) -> Row:
     """Train for these seconds after the warm-up, then interrupt; the rate runs from update to update."""
     with tempfile.TemporaryDirectory() as directory:
         launched = time.monotonic()
-        process = train(
-            config, directory, *ENDLESS, *(f"{key}={value}" for key, value in changes(config, smallest).items())
-        )
+        settings = {**changes(config, smallest), **overrides}
+        process = train(config, directory, *ENDLESS, *(f"{key}={value}" for key, value in settings.items()))
         try:
             found = _watch(process, launched, 0.0 if smallest else WARMUP, seconds)
             process.send_signal(signal.SIGINT)
             process.communicate(timeout=30)
-            workers = json.loads((Path(directory) / "summary.json").read_text())["workers"]
+            summary = json.loads((Path(directory) / "summary.json").read_text())
         finally:
             process.kill()
             process.wait()
     used = found.pop("used")
     rows = [{"worker": "head", "cores": used[process.pid]}]
-    for name, worker in workers.items():
+    for name, worker in summary["workers"].items():
         waits = max(worker["waits"].items(), key=lambda item: item[1], default=(None, 0.0))
         row = {"worker": name, "cores": used.get(worker.get("pid")), "working": worker["working"]}
         rows.append(row | {"waits_most_for": waits[0], "waiting_for_it": waits[1]})
-    return found | {"workers": rows}
+    return found | {"workers": rows, "metrics": summary["metrics"]}
 
 
 def _watch(process: subprocess.Popen[str], launched: float, warmup: float, seconds: float) -> Row:

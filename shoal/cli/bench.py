@@ -60,6 +60,18 @@ def control(
 
 
 @app.command()
+def inference(seconds: Seconds = 30.0, rounds: Rounds = 1, smallest: Smallest = False, json: Json = False) -> None:
+    """Central beside local inference, with 1, 8 and 64 environments per actor."""
+    run(["inference"], json, seconds=seconds, rounds=rounds, smallest=smallest)
+
+
+@app.command()
+def still(seconds: Seconds = 30.0, rounds: Rounds = 1, smallest: Smallest = False, json: Json = False) -> None:
+    """What the training loop itself can carry, on an environment that costs nothing."""
+    run(["still"], json, seconds=seconds, rounds=rounds, smallest=smallest)
+
+
+@app.command()
 def solve(peers: Peers = None, smallest: Smallest = False, json: Json = False) -> None:
     """Seconds until CartPole is solved, for PPO and IMPALA, on three seeds."""
     run(["solve"], json, peers=peers, smallest=smallest)

@@ -5,7 +5,7 @@ They have Gymnasium's interface but are plain classes, registered nowhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -401,6 +401,40 @@ class Cues:
         """Nothing to release."""
 
 
+class Still:
+    """Always show the same: no environment costs less, so that what a run can do is all its own.
+
+    `shape` makes it an image, such as [4, 84, 84].
+    """
+
+    metadata = METADATA
+
+    def __init__(self, shape: Sequence[int] = (), length: int = 1000) -> None:
+        from gymnasium import spaces
+
+        image, plain = spaces.Box(0, 255, tuple(shape), np.uint8), spaces.Box(0.0, 1.0, (4,), np.float32)
+        self.observation_space = image if shape else plain
+        self.action_space = spaces.Discrete(2)
+        self._seen, self._left, self._length = np.zeros_like(self.observation_space.low), length, length
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Opening:
+        """Begin an episode, which is like all others."""
+        self._left = self._length
+        return self._seen, {}
+
+    def step(self, action: int) -> Outcome:
+        """Count the step."""
+        self._left -= 1
+        return self._seen, 0.0, False, self._left == 0, {}
+
+    def render(self) -> Array:
+        """Draw how much of the episode is left."""
+        return bars(np.array([self._left / self._length]))
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
 ENVS: dict[str, Callable[..., Any]] = {
     "Catch": Catch,
     "Identity": Identity,
@@ -410,5 +444,6 @@ ENVS: dict[str, Callable[..., Any]] = {
     "DeepSea": DeepSea,
     "Chain": Chain,
     "Cues": Cues,
+    "Still": Still,
 }
 TOYS: dict[str, str] = {name: str(env.__doc__).splitlines()[0] for name, env in ENVS.items()}

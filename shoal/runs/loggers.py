@@ -203,8 +203,9 @@ class WeightsAndBiases:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # offline, nothing calls home
         import wandb
 
+        mode: Any = os.environ.get("WANDB_MODE", "offline")  # it checks the word itself
         self.run = wandb.init(
-            mode=os.environ.get("WANDB_MODE", "offline"),  # type: ignore[arg-type]  # it checks the word itself
+            mode=mode,
             dir=run.parent,  # not in the run's folder: its files link to others outside
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             group=run.name,

@@ -51,6 +51,15 @@ class Journal:
         self.means.add(metrics)
         return bool(self.stopped_by)
 
+    def measured(self, metrics: Mapping[str, float]) -> None:
+        """Note what a worker other than the learner measured."""
+        if not all(map(_number, metrics.values())):
+            self.faults.append(f"{caller() or 'someone'} reported metrics that are not finite numbers: left out")
+            self.counts["faults"] += 1
+            return
+        self.metrics.update(metrics)
+        self.means.add(metrics)
+
     def went_back(self, steps: int) -> None:
         """Note that the learner continues from an earlier step, and forget what was scored after it."""
         self.counts["steps"] = steps

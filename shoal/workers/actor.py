@@ -65,7 +65,7 @@ def act(
             pulls = journal.pulls() if isinstance(experiment.algorithm, HasChoices) else ()
             hand: Own | Asking
             if isinstance(policy, Distant):
-                streams = [Stream(experiment, index, envs, part) for part, envs in enumerate(groups)]
+                streams = [Stream(experiment, index, envs, part, len(groups)) for part, envs in enumerate(groups)]
                 seed = derive(root, period, "choices") if experiment.lockstep else int(np.random.randint(2**31))
                 hand = Asking(policy.requests, index, streams, seed)
             else:

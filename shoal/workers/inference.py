@@ -30,17 +30,21 @@ if TYPE_CHECKING:
     from shoal.workers.packing import Items
 
 FOLLOWING = 0.1  # the share of its time that an inference worker may spend on fetching weights
-REPORTS = 1_000  # batches between two looks at what was refused
+REPORTS = 1.0  # seconds between two reports of latency and of what was refused
 
 
-@calls(requests=("serve", "take", "give", "refused"), parameters=("fetch", "status"), journal=("pulls", "report"))
+@calls(
+    requests=("serve", "take", "give", "refused", "status"),
+    parameters=("fetch", "status"),
+    journal=("pulls", "report", "measured"),
+)
 def infer(experiment: Experiment, requests: Requests, parameters: Parameters, journal: Journal) -> Work:
     """Answer requests with the newest weights; one unit of work is a batch of them."""
     torch.set_num_threads(1)
     policy = Follower(experiment.algorithm, spec_of(experiment.environment), experiment.actor_device)
     pulls = journal.pulls() if isinstance(experiment.algorithm, HasChoices) else ()
     answers = Answers(experiment, policy, pulls)
-    batches, due = 0, 0.0
+    due, reported = 0.0, time.monotonic()
     while True:
         newer, now = False, time.monotonic()
         if experiment.lockstep or now >= due:
@@ -56,11 +60,19 @@ def infer(experiment: Experiment, requests: Requests, parameters: Parameters, jo
             continue
         for stream, answer in answers.together(taken):
             requests.give(stream, taken[stream], answer)
-        batches += 1
-        if batches % REPORTS == 0:
-            for problem in requests.refused():
-                journal.report(problem)
+        if now - reported > REPORTS:
+            reported = now
+            report(requests, journal)
         yield True
+
+
+def report(requests: Requests, journal: Journal) -> None:
+    """Tell the journal how long requests wait, how many share a batch, and what was refused."""
+    status = requests.status()
+    batch = status["requests"] / max(status["batches"], 1.0)
+    journal.measured({**{f"inference_{key}": status[key] for key in ("ms_p50", "ms_p99")}, "inference_batch": batch})
+    for problem in requests.refused():
+        journal.report(problem)
 
 
 class Answers:

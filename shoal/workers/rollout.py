@@ -30,14 +30,13 @@ def first_carry(algorithm: Algorithm[Any], net: nn.Module, size: int, pulls: Seq
 class Stream:
     """Environments, and what they show and are told to do as a stream that is cut into items."""
 
-    def __init__(self, experiment: Experiment, index: int, envs: Envs, part: int = 0) -> None:
-        """Begin an episode in every environment: the `part`-th of as many that the actor with this index has."""
+    def __init__(self, experiment: Experiment, index: int, envs: Envs, part: int = 0, parts: int = 1) -> None:
+        """Begin an episode in every environment: the `part`-th of equal `parts` that the actor with this index has."""
         self.envs = envs
         # Each environment of each worker has its place between 0 and 1, from which exploration is derived. It is the
         # middle of its share: at the very ends, one of few environments would do hardly anything but explore.
-        each = max(experiment.env_count, envs.size) if part else envs.size
-        begin = index * each + part * envs.size
-        places = (np.arange(begin, begin + envs.size) + 0.5) / (experiment.actor_count * each)
+        begin = (index * parts + part) * envs.size
+        places = (np.arange(begin, begin + envs.size) + 0.5) / (experiment.actor_count * parts * envs.size)
         self.rank = places.astype(np.float32)
         self.packer = packing.make(experiment.algorithm.experience, envs.size)
         self.chunk = packing.Chunk(experiment.chunk)

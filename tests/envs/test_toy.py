@@ -8,7 +8,21 @@ import numpy as np
 import pytest
 
 from shoal.envs import TOYS, Environment, make
-from shoal.envs.toy import BLOCK, LEVELS, Catch, Chain, Counting, Cues, DeepSea, Identity, Memory, Target, bars, blocks
+from shoal.envs.toy import (
+    BLOCK,
+    LEVELS,
+    Catch,
+    Chain,
+    Counting,
+    Cues,
+    DeepSea,
+    Identity,
+    Memory,
+    Still,
+    Target,
+    bars,
+    blocks,
+)
 
 
 def play(id, choose, steps=200, **arguments):
@@ -22,7 +36,7 @@ def play(id, choose, steps=200, **arguments):
 
 
 def test_table():
-    assert list(TOYS) == ["Catch", "Identity", "Target", "Counting", "Memory", "DeepSea", "Chain", "Cues"]
+    assert list(TOYS) == ["Catch", "Identity", "Target", "Counting", "Memory", "DeepSea", "Chain", "Cues", "Still"]
     assert TOYS["Catch"] == "Move a paddle under a falling ball: +1 for catching it, -1 for missing it."
 
 
@@ -232,3 +246,15 @@ def test_cues_are_answered_by_task() -> None:
         assert [sum(rewards[cue] > 0 for rewards in tried) for cue in range(4)] == [1] * 4
         keys.append(key)
     assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize("shape", [(), (2, 3, 4)])
+def test_still_shows_the_same_until_its_episode_is_cut_off(shape: tuple[int, ...]) -> None:
+    env = Still(shape, length=3)
+    first, _ = env.reset()
+    assert first.shape == (shape or (4,))
+    for step in range(3):
+        seen, reward, terminated, truncated, _ = env.step(1)
+        assert seen is first
+        assert (reward, terminated, truncated) == (0.0, False, step == 2)
+    assert env.reset()[0] is first

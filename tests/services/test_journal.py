@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -68,6 +69,16 @@ def test_counts():
     }
     assert snapshot["metrics"] == {"loss": 0.25, "entropy": 0.5}
     assert snapshot["return"] == 3.0
+
+
+def test_what_a_worker_beside_the_learner_measured_is_a_metric_unless_it_is_no_number():
+    journal = Journal()
+    journal.learned(640, 2, {"loss": 1.0})
+    journal.measured({"inference_batch": 4.0})
+    journal.measured({"inference_batch": math.nan})
+    assert journal.snapshot()["metrics"] == {"loss": 1.0, "inference_batch": 4.0}
+    assert journal.snapshot()["faults"] == 1
+    assert "not finite numbers" in journal.drain()["problems"][0]
 
 
 def test_the_return_is_that_of_the_last_hundred_episodes():
