@@ -5,7 +5,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 DEMO := .venv/.demo
 
-.PHONY: install demo test test-all check docs bench clean
+.PHONY: install demo test test-all check docs bench bench-gpu clean
 
 install: $(STAMP)
 
@@ -45,6 +45,10 @@ docs: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/shoal bench all
+
+# Needs a GPU.
+bench-gpu: $(STAMP)
+	$(BIN)/shoal bench gpu
 
 clean:
 	rm -rf .venv build site *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
 import pytest
 
-from shoal.bench import BENCHMARKS, engines, learning, scale, soak
+from shoal.bench import BENCHMARKS, engines, gpu, learning, scale, soak, training
 from shoal.bench.tables import show
 from shoal.cli.main import main
-from shoal.core.errors import ShoalError
+from shoal.core.errors import SettingsError, ShoalError
 from shoal.experiment import load
 from shoal.runs import launching
 from tests.pace import seconds
@@ -98,6 +99,71 @@ def test_every_benchmark_runs_in_its_smallest_form(
     assert all(row["table"].startswith(name) for row in rows)
     figures = [value for row in rows for key, value in row.items() if key.endswith(("per_s", "_us"))]
     assert name == "solve" or (figures and all(value > 0 for value in figures))
+
+
+def test_a_card_is_listened_to_from_a_moment_on() -> None:
+    lines = "10, 100\n[N/A], [N/A]\n30, 300\n50, 200\n"
+    card = gpu.Card([sys.executable, "-c", f"import time; print({lines!r}, end='', flush=True); time.sleep(600)"])
+    limit = time.monotonic() + seconds(30)
+    while len(card.samples) < 3 and time.monotonic() < limit:
+        time.sleep(0.01)
+    card.close()
+    second = card.samples[1][0]
+    assert card.since(second) == {"gpu_busy": pytest.approx(0.4), "gpu_mb": pytest.approx(300 * 1.048576)}
+    assert card.since(second + 600) == {"gpu_busy": None, "gpu_mb": None}
+    missing = gpu.Card(["no-such-tool"])
+    missing.close()
+    assert missing.since(0.0) == {"gpu_busy": None, "gpu_mb": None}
+
+
+def test_a_gpu_is_measured_in_turn_with_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    rates = {"cuda": iter((300.0, 500.0, 400.0)), "cpu": iter((100.0, 100.0, 200.0))}
+
+    def measure(config: str, seconds: float, overrides: Any, meter: Any) -> Any:
+        asked.append(overrides)
+        workers = [{"worker": "head", "cores": 1.0}, {"worker": "learner", "working": 0.25, "cores": 0.3}]
+        found = dict.fromkeys(("first_update_s", "cores", "pss_mb"), 1.0) | {"workers": workers}
+        return found | {"steps_per_s": next(rates[overrides["device"]])} | meter(0.0)
+
+    monkeypatch.setattr(training, "measure", measure)
+    monkeypatch.setattr(gpu, "bare", lambda *_: 1000.0)
+    (row,) = gpu.speed(["impala_pong"], 1.0, 3, {"actors": "4", "actor_device": "cuda"})
+    assert [one["device"] for one in asked] == ["cuda", "cpu", "cpu", "cuda", "cuda", "cpu"]
+    assert {(one["device"], one["actor_device"], one["actors"]) for one in asked} == {
+        ("cuda", "cuda", "4"),
+        ("cpu", "cpu", "4"),
+    }
+    assert (row["steps_per_s"], row["x_environments"], row["learner_busy"]) == (400.0, 0.4, 0.25)
+    assert (row["cpu_steps_per_s"], row["least_x_cpu"], row["x_cpu"], row["most_x_cpu"]) == (100.0, 2.0, 3.0, 5.0)
+
+
+def test_seconds_to_a_score_are_those_of_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu, "GAMES", 2)
+    changes = {"device": "cpu", "steps": 600, "evaluation.every": 300, "engine": "inline"}
+    (row,) = gpu.to_score(["ppo_cartpole"], 1, 5.0, tmp_path, changes)
+    assert row["solved"] is True
+    assert row["score"] >= 5
+    assert 0 < row["first_update_s"] < row["seconds"]
+    assert (tmp_path / "ppo_cartpole" / "seed-0" / "summary.json").exists()
+
+
+@LONG
+def test_bare_environments_are_measured_on_all_cores(start: Any) -> None:
+    code = "from shoal.bench.limits import bare; print(bare('ppo_cartpole', 0.1, {'envs': 2}))"
+    process = start([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=PIPE, text=True)
+    assert float(process.communicate()[0]) > 10
+
+
+def test_a_gpu_is_asked_for_in_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, answer in (((), "there is none"), (("--change", "actors"), "--change actors: write KEY=VALUE")):
+        monkeypatch.setattr(sys, "argv", ["shoal", "bench", "gpu", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code
+        assert answer in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(SettingsError, match="KEY=VALUE"):
+        gpu.parsed(["actors=4", "envs"])
 
 
 @LONG

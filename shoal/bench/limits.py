@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +26,7 @@ def limits(
     config: str, seconds: float, smallest: bool = False, overrides: Mapping[str, Any] = MappingProxyType({})
 ) -> Row:
     """Rates of the bare environment on one core and on all, core-time per step, and the rate it allows."""
-    cores = sorted(os.sched_getaffinity(0))[: 1 if smallest else None]
+    cores = usable()[: 1 if smallest else None]
     changes = {**training.changes(config, smallest), **overrides}
     (alone,) = together = _on_cores(config, seconds, changes, cores[:1])
     if len(cores) > 1:
@@ -43,11 +43,23 @@ def limits(
     }
 
 
-def _on_cores(config: str, seconds: float, changes: dict[str, Any], cores: list[int]) -> list[dict[str, float]]:
+def bare(config: str, seconds: float, overrides: Mapping[str, Any] = MappingProxyType({})) -> float:
+    """Steps per second of the environments alone, under random actions, on all cores at once."""
+    return sum(each["rate"] for each in _on_cores(config, seconds, dict(overrides), usable(), _alone))
+
+
+def usable() -> list[int]:
+    """The cores that this process may use."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def _on_cores(
+    config: str, seconds: float, changes: dict[str, Any], cores: list[int], work: Callable[..., None] | None = None
+) -> list[dict[str, float]]:
     context = multiprocessing.get_context("spawn")
     answers, barrier = context.SimpleQueue(), context.Barrier(len(cores))
     shared = (config, seconds, changes, barrier, answers)
-    processes = [context.Process(target=_measure, args=(*shared, core), daemon=True) for core in cores]
+    processes = [context.Process(target=work or _measure, args=(*shared, core), daemon=True) for core in cores]
     for process in processes:
         process.start()
     for process in processes:
@@ -59,6 +71,20 @@ def _on_cores(config: str, seconds: float, changes: dict[str, Any], cores: list[
 
 def _measure(config: str, seconds: float, changes: dict[str, Any], barrier: Any, answers: Any, core: int) -> None:
     """Seconds of one core per step: of the environments alone, of acting with them, and of learning."""
+    experiment, alone = _step(config, seconds, changes, barrier, core)
+    barrier.wait(timeout=120)
+    answers.put(alone | _take_turns(experiment, seconds))
+
+
+def _alone(config: str, seconds: float, changes: dict[str, Any], barrier: Any, answers: Any, core: int) -> None:
+    """The environments only."""
+    answers.put(_step(config, seconds, changes, barrier, core)[1])
+
+
+def _step(
+    config: str, seconds: float, changes: dict[str, Any], barrier: Any, core: int
+) -> tuple[Any, dict[str, float]]:
+    """The experiment, and the rate and core-time of its environments under random actions."""
     os.sched_setaffinity(0, {core})
     from shoal import envs
     from shoal.experiment import load
@@ -75,8 +101,7 @@ def _measure(config: str, seconds: float, changes: dict[str, Any], barrier: Any,
     steps = count * vector.size
     alone = {"rate": steps / lasted, "environment": (time.process_time() - spent) / steps}
     vector.close()
-    barrier.wait(timeout=120)
-    answers.put(alone | _take_turns(experiment, seconds))
+    return experiment, alone
 
 
 def random_actions(action: ActionSpec, size: int, count: int = 1000) -> Any:

@@ -8,7 +8,8 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -60,15 +61,22 @@ def usage(root: int) -> tuple[Row, dict[int, float]]:
 
 
 def measure(
-    config: str, seconds: float, smallest: bool = False, overrides: Mapping[str, Any] = MappingProxyType({})
+    config: str,
+    seconds: float,
+    smallest: bool = False,
+    overrides: Mapping[str, Any] = MappingProxyType({}),
+    meter: Callable[[float], Row] = lambda begin: {},
 ) -> Row:
-    """Train for these seconds after the warm-up, then interrupt; the rate runs from update to update."""
+    """Train for these seconds after the warm-up, then interrupt; the rate runs from update to update.
+
+    A meter says what it saw since the measured window began.
+    """
     with tempfile.TemporaryDirectory() as directory:
         launched = time.monotonic()
         settings = {**changes(config, smallest), **overrides}
         process = train(config, directory, *ENDLESS, *(f"{key}={value}" for key, value in settings.items()))
         try:
-            found = _watch(process, launched, 0.0 if smallest else WARMUP, seconds)
+            found = _watch(process, launched, 0.0 if smallest else WARMUP, seconds, meter)
             process.send_signal(signal.SIGINT)
             process.communicate(timeout=30)
             summary = json.loads((Path(directory) / "summary.json").read_text())
@@ -84,7 +92,9 @@ def measure(
     return found | {"workers": rows, "metrics": summary["metrics"]}
 
 
-def _watch(process: subprocess.Popen[str], launched: float, warmup: float, seconds: float) -> Row:
+def _watch(
+    process: subprocess.Popen[str], launched: float, warmup: float, seconds: float, meter: Callable[[float], Row]
+) -> Row:
     """Read the progress until the window closes."""
     lines: list[str] = []
     steps = begin_steps = 0
@@ -104,20 +114,20 @@ def _watch(process: subprocess.Popen[str], launched: float, warmup: float, secon
             used = {pid: (spent - before.get(pid, 0)) / window for pid, spent in after.items()}
             rate = (steps - begin_steps) / window
             found = {"steps_per_s": rate, "first_update_s": first - launched, "window_s": window, **held}
-            return found | {"cores": sum(used.values()), "used": used}
+            return found | {"cores": sum(used.values()), "used": used} | meter(begin)
     raise ShoalError("training ended before it was measured:\n" + "".join(lines[-20:]))
 
 
-def solve(config: str, seed: int, *overrides: str) -> Row:
+def solve(config: str, seed: int, *overrides: str, directory: Path | None = None) -> Row:
     """Seconds from the start of the command to its end, which comes when an evaluation reaches the target."""
-    with tempfile.TemporaryDirectory() as directory:
+    with nullcontext(str(directory)) if directory else tempfile.TemporaryDirectory() as place:
         launched = time.monotonic()
-        process = train(config, directory, f"seed={seed}", *overrides)
+        process = train(config, place, f"seed={seed}", *overrides)
         try:
             process.communicate()
         finally:
             process.kill()
             process.wait()
         seconds = time.monotonic() - launched
-        summary = json.loads((Path(directory) / "summary.json").read_text())
+        summary = json.loads((Path(place) / "summary.json").read_text())
     return {"who": config, "seed": seed, "seconds": seconds, "steps": summary["steps"], "solved": summary["solved"]}

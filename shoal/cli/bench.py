@@ -181,6 +181,32 @@ def learn(
 
 
 @app.command()
+def gpu(
+    configs: Annotated[
+        list[str] | None, typer.Argument(help="Experiments; default: impala_pong and ppo_pong.", metavar="[CONFIGS]...")
+    ] = None,
+    seconds: Seconds = 30.0,
+    rounds: Rounds = 1,
+    seeds: Annotated[int, typer.Option(help="Seeds that are trained to the target; 0: none.", min=0)] = 3,
+    target: Annotated[float, typer.Option(help="Mean return of 30 games to be reached.")] = 18.0,
+    folder: Annotated[Path, typer.Option(help="Where the runs to the target are; it must not hold any yet.")] = Path(
+        "gpu"
+    ),
+    change: Annotated[list[str] | None, typer.Option(help="A setting for every run, such as actors=4.")] = None,
+    json: Json = False,
+) -> None:
+    """Training on a GPU: speed beside the bare environments' and the CPU's, how busy it is, and seconds to a score."""
+    from shoal.bench import gpu
+    from shoal.bench.tables import about, show
+
+    overrides, names = gpu.parsed(change or []), configs or ["impala_pong", "ppo_pong"]
+    gpu.check()
+    show("machine", [about()], json)
+    show("gpu", gpu.speed(names, seconds, rounds, overrides), json, len(names))
+    show("gpu: seconds to a score", gpu.to_score(names, seeds, target, folder, overrides), json, len(names) * seeds)
+
+
+@app.command()
 def soak(
     names: Annotated[list[str], typer.Argument(help="Engines, one after another.", metavar="ENGINES...")],
     seconds: Annotated[float, typer.Option(help="Length of each run.", min=1)] = 1200.0,

@@ -119,7 +119,7 @@ def test_who_does_not_go_keeps_his_place_and_the_next_has_none(monkeypatch: pyte
 
 
 def test_refusals_are_told_in_full_at_first_and_then_counted(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
-    window = seconds(3)
+    window = min(seconds(3), 15)  # a link that is idle for longer than `limits.silence` is closed
     monkeypatch.setattr(strangers, "WINDOW", window)
     standing = stand(Terms("node"), Terms("head"))
     for _ in range(strangers.IN_FULL + 25):
