@@ -92,7 +92,7 @@ class Requests:
         if what == "score":
             return next(iter(not_finite({key: value for key, value in tree.items() if key != "record"})), "")
         if {*tree} != {"observation", "reward", "discount", "first"}:
-            return f"a step has no {', '.join(sorted(tree))}"
+            return f"a step has {', '.join(sorted(tree))[:80]}, not discount, first, observation, reward"
         size = self.streams[stream]["size"]
         for name, leaf in flat({"observation": tree["observation"]}):
             shape, kind = self.shapes.get(name, ((), ""))
