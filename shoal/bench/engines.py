@@ -90,6 +90,12 @@ def chosen(names: list[str]) -> list[str]:
     return names or [name for name, missing in known.items() if not missing]
 
 
+def free_address() -> str:
+    """An address of loopback at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
 @contextmanager
 def hosted(name: str) -> Iterator[dict[str, Any]]:
     """The settings that choose an engine; for `cluster`, with a node in another process of this machine."""
@@ -97,8 +103,7 @@ def hosted(name: str) -> Iterator[dict[str, Any]]:
     if engine != "cluster":
         yield {"engine": engine}
         return
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = free_address()
     words = ["node", "--join", address, "--link", link, "--rank", "1", "--world", "2", "--slots", "4"]
     words += ["--insecure", "--allow", "shoal.bench"]
     process = launch(*words, stderr=subprocess.DEVNULL)

@@ -210,15 +210,17 @@ def gpu(
 def soak(
     names: Annotated[list[str], typer.Argument(help="Engines, one after another.", metavar="ENGINES...")],
     seconds: Annotated[float, typer.Option(help="Length of each run.", min=1)] = 1200.0,
+    leave: Annotated[float, typer.Option(help="On cluster: seconds after which a node leaves.", min=1)] = 240.0,
     out: Annotated[Path, typer.Option(help="Folder for the log, the samples and the plot of each run.")] = Path("."),
     json: Json = False,
 ) -> None:
-    """Memory of every process over a long run, and how fast it grows."""
+    """What every process holds over a long run, and how fast it grows; the run's page is open all the while."""
+    from shoal.bench import engines
     from shoal.bench.soak import soak
     from shoal.bench.tables import show
 
-    for name in names:
-        show(f"soak: {name}", soak(name, seconds, out), json)
+    for name in engines.chosen(names):
+        show(f"soak: {name}", soak(name, seconds, out, leave), json)
 
 
 def run(names: Iterable[str], json: bool, **effort: Any) -> None:
