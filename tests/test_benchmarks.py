@@ -167,11 +167,39 @@ def test_a_gpu_is_asked_for_in_words(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 @LONG
-def test_the_memory_of_a_long_run_is_measured(tmp_path: Path) -> None:
-    rows = soak.soak("inline", 15.0, tmp_path)
-    assert rows
-    assert all(row["mb"] > 10 for row in rows)
+@pytest.mark.parametrize("engine", ["inline", "cluster/websocket"])
+def test_what_a_long_run_holds_is_measured(engine: str, tmp_path: Path) -> None:
+    rows = soak.soak(engine, 30.0, tmp_path, leave=8.0)
     assert {file.suffix for file in tmp_path.iterdir()} == {".json", ".log", ".png"}
+    by_kind = {row["process"].rpartition(" ")[0]: row for row in rows}
+    assert {"head", "page", "all"} <= set(by_kind)
+    for row in rows:
+        assert row["mb"] > 10
+        assert min(row["descriptors"], row["threads"]) >= 1
+        assert min(row["steps"], row["looks"]) >= 1  # whoever plays on the page only gets what training leaves
+    together = by_kind["all"]["mb"]
+    assert together == pytest.approx(sum(row["mb"] for row in rows) - together, rel=0.01) or engine != "inline"
+    assert engine == "inline" or rows[0]["nodes"] > soak.NODES
+
+
+def test_nodes_leave_in_their_turn_and_others_join(monkeypatch: pytest.MonkeyPatch, start: Any) -> None:
+    monkeypatch.setattr(soak, "launch", lambda *words, **_: start(["sleep", "600"]))
+    with soak.Nodes("127.0.0.1:1", "websocket", 10.0, {}) as nodes:
+        assert [*nodes.programs] == ["node 1", "node 2"]
+        nodes.exchange(9.0)
+        assert [*nodes.programs] == ["node 1", "node 2"]
+        nodes.exchange(10.0)
+        assert [*nodes.programs] == ["node 2", "node 3"]
+        nodes.exchange(11.0)
+        nodes.exchange(20.0)
+        assert [*nodes.programs] == ["node 3", "node 4"]
+        processes = nodes.programs.values()
+    assert not any(process.is_running() for process in processes)
+
+
+def test_nodes_stay_where_they_cannot_come_and_go(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="torchrpc"):
+        soak.soak("cluster/torchrpc", 1.0, tmp_path)
 
 
 @pytest.mark.parametrize(

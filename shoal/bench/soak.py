@@ -115,10 +115,10 @@ def run(name: str, seconds: float, log: Path, leave: float) -> tuple[Samples, Ro
             started("train", words[0], f"engine={engine}", *words[1:], *ENDLESS, "--run-dir", str(place), **output)
         )
         programs = {"head": library().Process(process.pid)}
-        began = time.monotonic()
         nodes = stack.enter_context(Nodes(head, link, leave, output)) if link else None
         page = stack.enter_context(opened(place, process))
         programs["page"] = library().Process(page.pid)
+        began = time.monotonic()
         while (now := time.monotonic() - began) < seconds and process.poll() is None:
             if nodes is not None:
                 nodes.exchange(now)
