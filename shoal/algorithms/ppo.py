@@ -74,6 +74,11 @@ class Ppo(Settings):
         """Whether the network sees the reward of the last action."""
         return self.network.previous
 
+    @property
+    def capturable(self) -> bool:
+        """Whether its loss looks at no data and at no schedule but `lr`."""
+        return self.network.capturable and not (self.clip.changes or self.entropy_cost.changes)
+
     def build(self, spec: Spec) -> ActorCritic:
         """Make the network."""
         return ActorCritic(self.network, spec, self.gamma, self.distribution)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Self
 
+import numpy as np
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
@@ -29,6 +30,11 @@ class ActorCriticArchitecture(Architecture):
     normalise_reward: bool = Field(
         False, description="Whether to divide rewards by the standard deviation of the discounted return."
     )
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a GPU can repeat its work unseen: a memory asks where episodes begin, your own torso may ask more."""
+        return not self.lstm and ":" not in self.torso
 
     @model_validator(mode="after")
     def _one_memory(self) -> Self:
@@ -187,6 +193,35 @@ def remembered(network: ActorCriticArchitecture) -> tuple[str, ...]:
 
 def single_steps(batch: Batch) -> Batch:
     """Cut [T, B] into its valid steps, [1, N]: minibatches are then drawn from all of them alike."""
+    return all_steps(batch) if batch.mask.is_cuda else valid_steps(batch)
+
+
+def all_steps(batch: Batch) -> Batch:
+    """Cut [T, B] into its steps, [1, T·B], of which those that do not count stay masked.
+
+    To leave these out is to wait for a GPU, and to get batches of all sizes. Weights make up for them.
+    """
+    length, valid = len(batch.action), batch.mask.flatten()
+
+    def take(x: Tensor) -> Tensor:
+        return x[:length].flatten(0, 1).unsqueeze(0)
+
+    return Batch(
+        observation=map_tree(take, batch.observation),
+        first=torch.stack([torch.zeros_like(valid), 1 - valid]).bool(),
+        action=take(batch.action),
+        reward=take(batch.reward),
+        discount=take(batch.discount),
+        record=map_tree(take, batch.record),
+        weight=batch.weight.repeat(length) * (len(valid) / valid.sum().clamp(min=1.0)),
+        key=np.tile(batch.key, length),
+        version=np.tile(batch.version, length),
+        fresh=None if batch.fresh is None else batch.fresh.repeat(length),
+    )
+
+
+def valid_steps(batch: Batch) -> Batch:
+    """Cut [T, B] into its valid steps, [1, N]."""
     length, items = batch.action.shape[:2]
     valid = batch.mask.flatten().nonzero().squeeze(1)  # [N]
     item = valid % items

@@ -10,7 +10,7 @@ import numpy as np
 from shoal.core.caller import caller
 from shoal.core.doing import Seldom
 from shoal.core.errors import ShoalError
-from shoal.core.tree import not_finite
+from shoal.core.tree import not_finite, to_numpy
 from shoal.core.types import Array
 
 ROW = 100  # refusals in a row, from any sender, that make the last of them an error
@@ -60,6 +60,7 @@ def items_problem(items: Mapping[str, Any], priority: Array | None, choices: Seq
         return "their versions are not a list of integers"
     if version.min() < 0:
         return f"version {version.min()} is negative"
+    items = {key: value if key == "observation" else to_numpy(value) for key, value in items.items()}
     record = {name: np.isnan(value) for name, value in items.get("record", {}).items() if value.dtype.kind == "f"}
     for name, nan in record.items():  # an infinity may be intended, such as the logit of an action that is not allowed
         if nan.any():

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shoal.core.tree import map_tree
+from shoal.core.tree import copied, map_tree, settle, zeros_for
 from shoal.core.types import Array, Tree
 from shoal.services.inspection import Refusals, items_problem
 
@@ -105,7 +105,7 @@ class Queue:
             return True
         content = {key: value for key, value in items.items() if key != "version"}
         if self.memory is None:
-            self.memory = map_tree(lambda x: np.empty((len(x), self.capacity, *x.shape[2:]), x.dtype), content)
+            self.memory = map_tree(lambda x: zeros_for(x, len(x), self.capacity, *x.shape[2:]), content)
         slots = list(islice(self.free, len(version)))
         index = _index(slots)
 
@@ -115,6 +115,7 @@ class Queue:
             memory[:, index] = x
 
         map_tree(write, self.memory, content)
+        settle(self.memory)
         self.version[slots], self.arrived[slots] = version, self.next
         for slot in slots:  # only now, so that items which do not fit take no place
             self.free.popleft()
@@ -149,7 +150,8 @@ class Queue:
         slots = [self.filled.popleft() for _ in range(size)]
         self.free.extend(slots)
         index = _index(slots)
-        batch = map_tree(lambda memory: memory[:, index].copy(), self.memory)
+        batch = map_tree(lambda memory: copied(memory[:, index]), self.memory)
+        settle(batch)  # before others write where it was
         key = np.arange(self.taken, self.taken + size)
         self.taken, self.next = self.taken + size, version + 1
         self.ages = ages(version, self.version[slots], self.arrived[slots])

@@ -18,6 +18,7 @@ from shoal.core.tree import to_numpy, to_torch
 from shoal.core.types import INTERRUPTED, Act, Step, Work
 from shoal.envs import Envs, Episode, make
 from shoal.workers.follower import Follower
+from shoal.workers.graph import drawing
 from shoal.workers.rollout import first_carry
 
 if TYPE_CHECKING:
@@ -143,7 +144,8 @@ def play(
         torch.set_num_threads(1)  # every time, since workers of one process share the number
         seen = Step(*(to_torch(part, policy.device) for part in step))
         with span("infer"), torch.inference_mode():
-            choice = algorithm.act(policy.net, seen, carry, None)
+            with drawing(policy.device):
+                choice = algorithm.act(policy.net, seen, carry, None)
             chosen(seen, carry, choice)
             action = choice.action.cpu().numpy()
         carry = choice.carry

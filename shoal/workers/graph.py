@@ -1,7 +1,10 @@
-"""An update as one CUDA graph: launched at once instead of kernel by kernel, which is most of a small update's time."""
+"""GPU work beside others': updates as CUDA graphs, launched at once instead of kernel by kernel, and streams."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,22 +12,52 @@ from torch import nn
 
 from shoal.core.algorithm import Algorithm
 from shoal.core.tree import leaves, map_tree
-from shoal.core.types import Batch, Loss
+from shoal.core.types import Batch, Loss, Work
 
 if TYPE_CHECKING:
     from shoal.workers.model import OptimizerStep, Optimizes
 
-WARM = 3  # updates before the capture, in which libraries choose kernels and the optimizer makes its state
-MOVING = Batch._fields[:7]  # the parts of a batch that are tensors
+WARM = 3  # updates before a capture, in which libraries choose kernels and the optimizer makes its state
+MOST = 4  # shapes of batches that are captured; each keeps memory of its own
+MOVING = tuple(name for name in Batch._fields if name not in ("key", "version"))  # the parts that are tensors
+DRAWS = threading.Lock()  # of random numbers on the GPU, which no thread may make while another one captures
+
+
+@contextmanager
+def drawing(device: torch.device) -> Iterator[None]:
+    """Draw random numbers on a device: not while an update is captured in another thread."""
+    if device.type != "cuda":
+        yield
+        return
+    with DRAWS:
+        yield
+
+
+def beside(work: Work, device: torch.device) -> Work:
+    """Advance a worker with its GPU work in a stream of its own, so that nobody's work there waits for it."""
+    if device.type != "cuda":
+        yield from work
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    try:
+        while True:
+            with torch.cuda.stream(stream):
+                moved = next(work, None)
+            if moved is None:
+                return
+            yield moved
+    finally:
+        work.close()
 
 
 class Captured:
-    """A step of the optimizer, captured once and replayed for every later batch; only the learning rate may change."""
+    """A step of the optimizer, captured for each shape of batches and replayed; only the learning rate may change."""
 
     def __init__(self, step: OptimizerStep, optimizer: Optimizes) -> None:
         """Make the optimizer keep on the GPU what it usually keeps in Python."""
-        self.step, self.stream, self.warm = step, torch.cuda.Stream(), 0  # type: ignore[no-untyped-call]
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.step, self.stream = step, torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.seen: dict[Any, int] = {}  # by shape: the updates before its capture
+        self.graphs: dict[Any, Graph] = {}
         for group in optimizer.param_groups:
             group["capturable"] = True
             group["lr"] = torch.tensor(group["lr"], device=group["params"][0].device)
@@ -33,20 +66,15 @@ class Captured:
         self, algorithm: Algorithm[Any], net: nn.Module, target: nn.Module, optimizer: Optimizes, batch: Batch
     ) -> Loss:
         """Take a step; what it returns is valid until the next one."""
-        if self.warm < WARM:
-            self.warm += 1
-            return self._aside(algorithm, net, target, optimizer, batch)
-        if self.graph is None:
-            self.batch = batch._replace(**{name: map_tree(torch.clone, getattr(batch, name)) for name in MOVING})
-            optimizer.zero_grad(set_to_none=True)
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self.loss = self.step(algorithm, net, target, optimizer, self.batch)
-        for name in MOVING:
-            for mine, new in zip(leaves(getattr(self.batch, name)), leaves(getattr(batch, name)), strict=True):
-                mine.copy_(new)
-        self.graph.replay()
-        return self.loss
+        arguments = algorithm, net, target, optimizer
+        shape = tuple(tuple(leaf.shape) for leaf in moving_leaves(batch))
+        if shape in self.graphs:
+            return self.graphs[shape].replay(batch)
+        seen = self.seen[shape] = self.seen.get(shape, 0) + 1
+        if seen <= WARM or len(self.graphs) == MOST:
+            return self._aside(*arguments, batch)
+        self.graphs[shape] = graph = Graph(self.step, *arguments, batch)
+        return graph.replay(batch)
 
     def _aside(self, *args: Any) -> Loss:
         """Warm up on a stream of its own, as a capture demands."""
@@ -55,3 +83,37 @@ class Captured:
             loss = self.step(*args)
         torch.cuda.current_stream().wait_stream(self.stream)
         return loss
+
+
+class Graph:
+    """A captured step, and the batch from which it learns."""
+
+    def __init__(
+        self,
+        step: OptimizerStep,
+        algorithm: Algorithm[Any],
+        net: nn.Module,
+        target: nn.Module,
+        optimizer: Optimizes,
+        batch: Batch,
+    ) -> None:
+        """Capture it; nothing is computed yet."""
+        kept = {name: map_tree(torch.clone, value) for name in MOVING if (value := getattr(batch, name)) is not None}
+        self.batch = batch._replace(**kept)
+        optimizer.zero_grad(set_to_none=True)
+        self.graph = torch.cuda.CUDAGraph()
+        # What other threads do meanwhile is theirs.
+        with DRAWS, torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.loss = step(algorithm, net, target, optimizer, self.batch)
+
+    def replay(self, batch: Batch) -> Loss:
+        """Take the step with another batch of the same shape."""
+        for mine, new in zip(moving_leaves(self.batch), moving_leaves(batch), strict=True):
+            mine.copy_(new)
+        self.graph.replay()
+        return self.loss
+
+
+def moving_leaves(batch: Batch) -> list[torch.Tensor]:
+    """The tensors of a batch, in a fixed order."""
+    return [leaf for name in MOVING if (part := getattr(batch, name)) is not None for leaf in leaves(part)]

@@ -19,6 +19,7 @@ from shoal.core.tree import map_tree, to_numpy, to_torch
 from shoal.core.types import Act, Array, Step, Work
 from shoal.envs import spec_of
 from shoal.workers.follower import Follower
+from shoal.workers.graph import drawing
 from shoal.workers.model import first_priorities
 from shoal.workers.rollout import Stream, first_carry
 
@@ -135,7 +136,8 @@ class Answers:
         device = self.policy.device
         with span("infer"), torch.inference_mode():
             step = Step(*(to_torch(tree[name], device) for name in Step._fields))
-            return self.algorithm.act(self.policy.net, step, carry, to_torch(rank, device))
+            with drawing(device):
+                return self.algorithm.act(self.policy.net, step, carry, to_torch(rank, device))
 
     def _answer(self, stream: str, request: Mapping[str, Any], choice: Act) -> dict[str, Any]:
         self.carries[stream] = request["life"], choice.carry

@@ -13,6 +13,7 @@ from shoal.core.randomness import derive, seed_everything
 from shoal.core.rights import calls
 from shoal.core.settings import at, moving
 from shoal.core.types import Store, Work
+from shoal.workers.graph import beside
 from shoal.workers.health import Health
 from shoal.workers.joint import Joint, Stores, unless
 from shoal.workers.model import Model, alone, pick_device
@@ -52,6 +53,20 @@ def learn(
 
     Where there are several learners, this is the one that publishes, saves and reports for all.
     """
+    work = learning(experiment, store, parameters, journal, checkpoints, others, reduction)
+    yield from beside(work, pick_device(experiment.device))
+
+
+def learning(
+    experiment: Experiment,
+    store: Store | list[Shard],
+    parameters: Parameters,
+    journal: Journal,
+    checkpoints: Checkpoints,
+    others: list[Store],
+    reduction: Reduction | None,
+) -> Work:
+    """The same, wherever its GPU work goes."""
     if isinstance(store, list):
         assert experiment.replay is not None
         store = Shards(store, experiment.replay, experiment.batch_size)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal.core.tree import map_tree, to_torch
+from shoal.core.tree import map_tree, to_torch, zeros_for
 from shoal.core.types import Array, Batch, NStep, Sequence, Step
 
 Items = Mapping[str, Any]  # a tree: time along axis 0, items along axis 1
@@ -37,7 +37,7 @@ class Sequences:
     def _write(self, key: str, value: Any, row: Array, rows: int) -> None:
         """Write one instant of every stream, making room at the first call."""
         if key not in self.buffers:
-            self.buffers[key] = map_tree(lambda x: np.zeros((rows, *x.shape), x.dtype), value)
+            self.buffers[key] = map_tree(lambda x: zeros_for(x, rows, *x.shape), value)
         uniform = bool((row == row[0]).all())
         map_tree(
             lambda buffer, x: buffer.__setitem__(row[0] if uniform else (row, self.columns), x),
@@ -45,17 +45,21 @@ class Sequences:
             value,
         )
 
-    def observe(self, step: Step) -> Items | None:
-        """Take a step, and return the sequences that it completes; they are valid until the next choice."""
+    def observe(self, step: Step, first: Array | None = None) -> Items | None:
+        """Take a step, and return the sequences that it completes; they are valid until the next choice.
+
+        Where its arrays are on a device, `first` is on the host.
+        """
         length, across = self.experience.length, self.experience.across
+        first = step.first if first is None else first
         items: Items | None = None
         if self.row.any():
             answered = self.row - 1
             self._write("reward", step.reward, answered, length)
             self._write("discount", step.discount, answered, length)
-            self.fresh += ~step.first
-            if not across and step.first.any():
-                items = self._close(np.flatnonzero(step.first))
+            self.fresh += ~first
+            if not across and first.any():
+                items = self._close(np.flatnonzero(first))
         self._write("observation", step.observation, self.row, length + 1)
         self._write("first", step.first, self.row, length + 1)
         full = np.flatnonzero(self.row == length)
@@ -134,8 +138,9 @@ class Transitions:
         self.rows: deque[dict[str, Any]] = deque(maxlen=self.n + 1)
         self.age = np.zeros(size, np.int64)  # instants of the present episode behind us
 
-    def observe(self, step: Step) -> Items | None:
+    def observe(self, step: Step, first: Array | None = None) -> Items | None:
         """Take a step, and return the transitions that it completes."""
+        assert first is None
         items: Items | None = None
         if self.rows:
             self.rows[-1] |= {"reward": step.reward.copy(), "discount": step.discount.copy()}

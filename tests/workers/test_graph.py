@@ -1,4 +1,4 @@
-"""An update captured as a CUDA graph does what the same update does kernel by kernel."""
+"""An update captured as a CUDA graph does what the same update does kernel by kernel; both need a GPU."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ import torch
 
 from shoal.algorithms.apex_dqn import ApexDqn
 from shoal.algorithms.dqn import Dqn
+from shoal.algorithms.impact import Impact
+from shoal.algorithms.impala import Impala
+from shoal.algorithms.ppo import Ppo
 from shoal.core.settings import Schedule, at
 from shoal.core.types import ActionSpec, ArraySpec, Batch, Spec
+from shoal.nets.actor_critic import ActorCriticArchitecture
 from shoal.nets.torsos import Architecture
-from shoal.workers.graph import WARM
-from shoal.workers.model import Model, optimizer_step
+from shoal.workers.graph import MOST, WARM, Captured
+from shoal.workers.model import Divided, Model, optimizer_step
 from shoal.workers.packing import to_batch
 from shoal.workers.saving import resume, to_arrays
 
@@ -29,24 +33,35 @@ ALGORITHMS = [
     ApexDqn(**FALLING, head=16),
     ApexDqn(**FALLING, head=16, rule="adam"),
 ]
+SMALL = {"lr": Schedule(start=1e-2, end=1e-3), "network": ActorCriticArchitecture(hidden=(32,))}
+PASSES = {"epochs": 2, "minibatches": 3}  # 16 items in 3 pieces are of two sizes
+ACTOR_CRITICS = [
+    Ppo(**SMALL, **PASSES),
+    Ppo(**SMALL | {"network": ActorCriticArchitecture(hidden=(32,), normalise_observation=True, separate=True)}),
+    Impala(**SMALL),
+    Impala(**SMALL, rule="adam", clip=0.2, **PASSES, normalise_advantage=True),
+    Impala(**SMALL, trust_region=0.3, rho_bar_policy=2.0),
+    Impact(**SMALL, target_every=5),
+]
 
 
-def batches(count: int, size: int = 16) -> list[Batch]:
-    """Made-up experience."""
+def batches(count: int, size: int = 16, length: int = 1) -> list[Batch]:
+    """Made-up experience; sequences have episodes that begin, and the policy and value of whoever acted."""
     random = np.random.default_rng(0)
+    chances = random.dirichlet(np.ones(3), (count, length, size)).astype(np.float32)
     trees = [
         {
-            "observation": random.normal(size=(2, size, 4)).astype(np.float32),
-            "first": np.zeros((2, size), bool),
-            "action": random.integers(3, size=(1, size)),
-            "reward": random.normal(size=(1, size)).astype(np.float32),
-            "discount": (random.random((1, size)) < 0.9).astype(np.float32),
-            "record": {},
+            "observation": random.normal(size=(length + 1, size, 4)).astype(np.float32),
+            "first": (random.random((length + 1, size)) < 0.1) & (length > 1),
+            "action": random.integers(3, size=(length, size)),
+            "reward": random.normal(size=(length, size)).astype(np.float32),
+            "discount": (random.random((length, size)) < 0.9).astype(np.float32),
+            "record": {"policy": np.log(chances[index]), "value": chances[index, ..., 0]} if length > 1 else {},
             "weight": random.random(size).astype(np.float32),
             "key": np.arange(size),
             "version": np.zeros(size, np.int64),
         }
-        for _ in range(count)
+        for index in range(count)
     ]
     return [to_batch(tree, torch.device("cuda")) for tree in trees]
 
@@ -55,26 +70,39 @@ def learn(model: Model, algorithm: Any, given: list[Batch]) -> list[tuple[Any, d
     """Update once for every batch."""
     results = []
     for index, batch in enumerate(given):
-        priority, _, metrics = model.update(at(algorithm, index / len(given)), batch, index)
-        results.append((priority.copy(), metrics))
+        priority, _, metrics = model.update(at(algorithm, index, len(given)), batch, index)
+        results.append((np.zeros(0) if priority is None else priority.copy(), metrics))
     return results
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS + ACTOR_CRITICS)
 def test_captured_updates_are_those_taken_kernel_by_kernel(algorithm: Any) -> None:
     torch.manual_seed(0)
-    given = batches(30)
+    given = batches(30, length=1 if algorithm in ALGORITHMS else 5)
     captured = Model(algorithm, SPEC, torch.device("cuda"))
     plain = Model(algorithm, SPEC, torch.device("cuda"))
-    plain.net, plain.target = copy.deepcopy(captured.net), copy.deepcopy(captured.target)
-    plain.optimizer, plain.step = algorithm.optimizer(plain.net), optimizer_step
-    mine, theirs = learn(captured, algorithm, given), learn(plain, algorithm, given)
-    assert captured.step.graph is not None
+    plain.net.load_state_dict(captured.net.state_dict())
+    plain.target.load_state_dict(captured.target.state_dict())
+    plain.step = Divided(optimizer_step, exact=False)
+    torch.manual_seed(1)  # for the shuffles
+    mine = learn(captured, algorithm, given)
+    torch.manual_seed(1)
+    theirs = learn(plain, algorithm, given)
+    assert isinstance(captured.step.step, Captured)
+    assert captured.step.step.graphs
     for (priority, metrics), (expected, others) in zip(mine, theirs, strict=True):
         np.testing.assert_allclose(priority, expected, rtol=1e-3, atol=1e-5)
         assert metrics == pytest.approx(others, rel=1e-3, abs=1e-5)
     for ours, other in zip(captured.net.parameters(), plain.net.parameters(), strict=True):
         torch.testing.assert_close(ours, other, rtol=1e-3, atol=1e-5)
+
+
+def test_shapes_beyond_the_most_are_updated_kernel_by_kernel() -> None:
+    algorithm = Dqn(**FALLING)
+    model = Model(algorithm, SPEC, torch.device("cuda"))
+    for size in range(8, 8 + MOST + 2):
+        learn(model, algorithm, batches(WARM + 2, size))
+    assert len(model.step.step.graphs) == MOST
 
 
 def test_a_captured_learner_goes_on_from_its_checkpoint() -> None:
