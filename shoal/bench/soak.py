@@ -25,6 +25,7 @@ from shoal.runs.launching import TIED, launch
 EVERY = 5.0  # seconds between samples
 WARMUP = 0.25  # of the run, in which replay and caches fill
 PATIENCE = 30.0  # seconds in which a program may end in order
+START = 300.0  # seconds that a run may take to begin, on a machine with other work
 REFRESH = 2.0  # seconds between looks at the page's numbers, as in a browser
 NODES = 2
 ENDLESS = ("steps=1000000000000", "evaluation.target=null", "evaluation.every=20000", "evaluation.episodes=2",
@@ -262,7 +263,7 @@ class Opened(NamedTuple):
 @contextmanager
 def opened(run: Path, trained: subprocess.Popen[Any]) -> Iterator[Opened]:
     """The page of a run, with somebody who looks at it until the block ends."""
-    until = time.monotonic() + 2 * PATIENCE
+    until = time.monotonic() + START
     while not (run / "config.yaml").exists():
         if trained.poll() is not None or time.monotonic() > until:
             raise ShoalError(f"the run did not begin: there is no {run / 'config.yaml'}")

@@ -207,6 +207,25 @@ def gpu(
 
 
 @app.command()
+def advice(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help="Situations, such as 'use all cores'; default: all.", metavar="[NAMES]..."),
+    ] = None,
+    seconds: Seconds = 30.0,
+    rounds: Annotated[int, typer.Option(help="Times that each is measured with and without.", min=1)] = 1,
+    json: Json = False,
+) -> None:
+    """Runs that could be faster: what `shoal explain` advises, and how much faster they are with it."""
+    from shoal.bench import advice
+    from shoal.bench.tables import about, show
+
+    situations = advice.chosen(names or [])
+    show("machine", [about()], json)
+    show("advice", advice.measure(situations, seconds, rounds), json, len(situations))
+
+
+@app.command()
 def soak(
     names: Annotated[list[str], typer.Argument(help="Engines, one after another.", metavar="ENGINES...")],
     seconds: Annotated[float, typer.Option(help="Length of each run.", min=1)] = 1200.0,

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from shoal.cli import bench, several
+from shoal.cli.explain import explain
 from shoal.cli.node import node
 from shoal.cli.watch import watch
 from shoal.core.errors import SettingsError, ShoalError
@@ -278,6 +279,7 @@ def list_(
 app.command()(several.sweep)
 app.command()(several.compare)
 app.command()(watch)
+app.command()(explain)
 app.command()(node)
 app.add_typer(bench.app, name="bench")
 

@@ -21,12 +21,13 @@ def watch(
 
     The page is for this machine only; its address has a token in it. Ctrl-C ends it.
     """
+    from shoal.display import advice
     from shoal.display.page.server import Page, Server
     from shoal.runs.directory import locate
 
     folders = [*dict.fromkeys(locate(run).resolve() for run in runs)]
     os.nice(10)  # runs come first
-    page = Page(folders, play=played if play else None)
+    page = Page(folders, advice.lines, played if play else None)
     with stopped_in_order():
         try:
             with Server(page, port) as server:

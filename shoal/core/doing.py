@@ -20,7 +20,8 @@ class Doing:
     what: str = ""  # empty: nothing that has a name
     where: str = ""
     since: float = field(default_factory=time.monotonic)
-    spans: Spans | None = None  # of the worker that the thread runs; None: nobody wants to know
+    parts: dict[str, Part] | None = None  # of the work of the worker that the thread runs; None: it runs none
+    spans: Spans | None = None  # of that worker; None: nobody wants to know
 
     def begin(self, what: str, where: str) -> None:
         """Mark the start of something that may take long, such as a step of an environment."""
@@ -64,25 +65,36 @@ def here() -> Doing:
     return _threads[thread]
 
 
-class Span:
-    """The time from its beginning to its end, also where it was left by an error."""
+class Part:
+    """A part of a worker's work: the seconds spent in it so far, also where it was left by an error."""
 
-    __slots__ = ("_name", "_spans", "_start")
+    __slots__ = ("_name", "_spans", "_start", "seconds")
 
-    def __init__(self, spans: Spans, name: str) -> None:
-        self._spans, self._name, self._start = spans, name, 0.0
+    def __init__(self, name: str, spans: Spans | None) -> None:
+        self.seconds, self._name, self._spans, self._start = 0.0, name, spans, 0.0
 
     def __enter__(self) -> None:
         self._start = time.monotonic()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._spans.add(self._name, self._start, time.monotonic())
+        now = time.monotonic()
+        self.seconds += now - self._start
+        if self._spans is not None:
+            self._spans.add(self._name, self._start, now)
 
 
 NOBODY: AbstractContextManager[None] = nullcontext()
 
 
 def span(name: str) -> AbstractContextManager[None]:
-    """Note under a name what this thread's worker does inside, for a trace; nothing where none is wanted."""
-    spans = here().spans
-    return NOBODY if spans is None else Span(spans, name)
+    """Count what this thread's worker does inside as a part of its work, and note it for a trace where one is wanted.
+
+    A part is not inside another of the same name.
+    """
+    doing = here()
+    if doing.parts is None:
+        return NOBODY
+    part = doing.parts.get(name)
+    if part is None:
+        part = doing.parts[name] = Part(name, doing.spans)
+    return part

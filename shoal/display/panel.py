@@ -118,7 +118,7 @@ def arrange(view: Mapping[str, Any], width: int, height: int | None) -> list[Tex
     width = min(width, WIDEST)
     room = sys.maxsize if height is None else max(height - 1, 1)
     head = [fit(Text(plain(view.get("title") or DASH), "bold"), width), progress(view, width)]
-    foot = [problem(view, width)]
+    foot = [*advice(view, width), problem(view, width)]
     # First many workers are summed up, then blank lines go, then the table of workers.
     for listed, spaced in ((MANY, True), (1, True), (1, False), (0, False)):
         blank = [Text()] if spaced else []
@@ -214,6 +214,13 @@ def problem(view: Mapping[str, Any], width: int) -> Text:
     """The last fault or warning."""
     text = " ".join(plain(view.get("problem") or "").split())
     return fit(Text.assemble(("last warning", LABEL), "  ", (text, "red") if text else DASH), width)
+
+
+def advice(view: Mapping[str, Any], width: int) -> list[Text]:
+    """The first piece of advice, where there is any."""
+    found = view.get("advice") or ()
+    more = f" ({len(found) - 1} more: shoal explain)" if len(found) > 1 else ""
+    return [fit(Text.assemble(("advice", LABEL), "  ", plain(found[0]), (more, LABEL)), width)] if found else []
 
 
 def workers(states: Mapping[str, Mapping[str, Any]], width: int, listed: int) -> list[Text]:

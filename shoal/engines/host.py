@@ -85,6 +85,7 @@ class Host:
         self.ready, self.stopped = threading.Event(), threading.Event()
         self.work: Work | None = None
         self.failure, self.fatal, self.lost = "", False, False
+        self._computed = time.process_time()  # by this process before
 
     # Making what lives here.
 
@@ -137,11 +138,11 @@ class Host:
         start, waited = time.monotonic(), sum(activity.waiting.values())
         activity.doing = doing = here()
         doing.end()  # of what came before, whatever it was
-        doing.spans = activity.spans
+        doing.parts, doing.spans = activity.parts, activity.spans
         try:
             moved = next(self.work, None)
         finally:
-            activity.doing = doing.spans = None
+            activity.doing = doing.parts = doing.spans = None
         activity.working += time.monotonic() - start - (sum(activity.waiting.values()) - waited)
         activity.moves += bool(moved)
         activity.ended = moved is None
@@ -191,10 +192,12 @@ class Host:
         self.failure = f"failed: {error}" if short else f"failed:\n{trace}"
 
     def state(self) -> dict[str, Any]:
-        """What is reported to the supervisor."""
-        refused = {"refused": dict(self.refused)} if self.refused else {}
+        """What is reported to the supervisor by a process with this worker only, and so its core-time with it."""
+        more: dict[str, Any] = {"computing": round(time.process_time() - self._computed, 3)}
+        if self.refused:
+            more["refused"] = dict(self.refused)
         return {
-            "report": {**self.activity.as_dict(), **refused},
+            "report": {**self.activity.as_dict(), **more},
             "line": self.activity.describe(),
             "ready": self.work is not None,
             "ended": self.activity.ended,

@@ -136,7 +136,9 @@ class WorkerReport(TypedDict, total=False):
     moves: Count
     seconds: Seconds
     working: Seconds
+    computing: Seconds
     waits: Annotated[dict[Waited, Seconds], Field(max_length=1000)]
+    parts: Annotated[dict[Waited, Seconds], Field(max_length=1000)]
     busy: Seconds
     doing: Line
     restarts: Count

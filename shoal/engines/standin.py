@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from shoal.core.doing import Doing
+from shoal.core.doing import Doing, Part
 from shoal.core.errors import DeadlineExceeded, ServiceFailed, ServiceLost
 from shoal.core.spans import BRIEF, Spans
 from shoal.core.types import Work
@@ -24,6 +24,7 @@ class Activity:
     began: float = field(default_factory=time.monotonic)
     working: float = 0.0
     waiting: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, Part] = field(default_factory=dict)  # of its work, by name
     calling: str = ""
     since: float = 0.0
     last: str = ""
@@ -77,6 +78,7 @@ class Activity:
             "seconds": round(time.monotonic() - self.began, 3),
             "working": round(self.working, 3),
             "waits": {name: round(seconds, 3) for name, seconds in self.waiting.copy().items()},
+            "parts": {name: round(part.seconds, 3) for name, part in self.parts.copy().items()},
         }
 
 

@@ -5,6 +5,7 @@ They have Gymnasium's interface but are plain classes, registered nowhere.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -404,14 +405,15 @@ class Cues:
 class Still:
     """Always show the same: no environment costs less, so that what a run can do is all its own.
 
-    `shape` makes it an image, such as [4, 84, 84].
+    `shape` makes it an image, such as [4, 84, 84]; with `seconds` a step takes that long, without using a core.
     """
 
     metadata = METADATA
 
-    def __init__(self, shape: Sequence[int] = (), length: int = 1000) -> None:
+    def __init__(self, shape: Sequence[int] = (), length: int = 1000, seconds: float = 0.0) -> None:
         from gymnasium import spaces
 
+        self._seconds = seconds
         image, plain = spaces.Box(0, 255, tuple(shape), np.uint8), spaces.Box(0.0, 1.0, (4,), np.float32)
         self.observation_space = image if shape else plain
         self.action_space = spaces.Discrete(2)
@@ -424,6 +426,8 @@ class Still:
 
     def step(self, action: int) -> Outcome:
         """Count the step."""
+        if self._seconds:
+            time.sleep(self._seconds)
         self._left -= 1
         return self._seen, 0.0, False, self._left == 0, {}
 

@@ -15,7 +15,8 @@ from shoal.core.doing import span
 from shoal.core.means import Means
 from shoal.core.tree import flat
 from shoal.core.types import Work
-from shoal.display import console
+from shoal.display import advice, console
+from shoal.display.page.reading import Curves
 from shoal.runs import directory, loggers
 from shoal.runs.metrics import Metrics
 from shoal.runs.trace import Trace
@@ -28,6 +29,7 @@ log = logging.getLogger("shoal")
 LOOK = 0.5  # seconds between looks for news
 FLUSH = 5.0  # seconds between writes
 WINDOW = 10.0  # seconds over which rates are taken
+ADVICE = 15.0  # seconds between two looks at what could be better
 ROWS = 1000  # a row covers at least this fraction of the time so far, so that long runs stay small
 
 
@@ -76,13 +78,15 @@ class Recorder:
         self.marks = deque[tuple[float, int, int]]()  # when, steps, updates
         self.steps, self.started = steps, now
         self.row_at = self.flushed_at = self.shares_at = now
-        self.status_at = -math.inf
+        self.status_at, self.advised_at = -math.inf, now
         self.newest: dict[str, float] = {}
         # Since the last row: the means of the metrics, and by arm the scores of its episodes.
         self.means = Means()
         self.arms: dict[int, list[float]] = {}
         self.evaluations: list[Mapping[str, Any]] = []
         self.workers: Mapping[str, Any] = {}
+        self.trained: Mapping[str, Any] = {}  # what workers had done when training ended: some go on, and wait
+        self.curves, self.advice = Curves(run), list[str]()
         self.problem: str | None = None
         self.trouble = ""  # why the metrics cannot be written
         self.saved: Any = None  # the newest checkpoint
@@ -118,8 +122,12 @@ class Recorder:
         view = self._view(news, rates, now)
         self.display.show(view, last)
         if last or now - self.status_at >= self.experiment.log_every:
-            self._write_status(view)
+            spent = {"spent": {name: shares(worker) for name, worker in self.trained.items()}} if last else {}
+            self._write_status({**view, **spent})
             self.status_at = now
+        if now - self.advised_at >= ADVICE:
+            self._advise()
+            self.advised_at = time.monotonic()
         # With a checkpoint, so that a run that continues from there has no gap before it.
         if last or news["checkpoint"] != self.saved or now - self.flushed_at >= FLUSH:
             self._flush()
@@ -129,6 +137,7 @@ class Recorder:
         """Leave the terminal as it was, and let the loggers end."""
         self.display.close()
         self.metrics.close()
+        self.curves.lines.close()
 
     def _rates(self, now: float, news: Mapping[str, Any]) -> dict[str, float]:
         """Steps and updates per second over the window."""
@@ -152,6 +161,8 @@ class Recorder:
 
     def _view(self, news: Mapping[str, Any], rates: Mapping[str, float], now: float) -> dict[str, Any]:
         report = self.report()
+        if not self.trained or (news["steps"] < self.experiment.steps and not news["stopped_by"]):
+            self.trained = report
         workers = {name: shares(worker, self.workers.get(name)) for name, worker in report.items()}
         if now - self.shares_at >= FLUSH:  # shares are those of the last seconds
             self.workers, self.shares_at = report, now
@@ -169,7 +180,16 @@ class Recorder:
             "workers": workers,
             "checkpoint": saved and {"steps": saved["steps"], "age": news["seconds"] - saved["seconds"]},
             "problem": self.problem,
+            "advice": self.advice,
         }
+
+    def _advise(self) -> None:
+        """See what could be better about the run, by its folder."""
+        try:
+            self.curves.refresh()
+            self.advice = [str(each) for each in advice.of(self.run, self.curves)]
+        except Exception:  # training matters more
+            log.debug("no advice on %s", self.run, exc_info=True)
 
     def _write_status(self, view: Mapping[str, Any]) -> None:
         """Write the view to the folder; evaluations are in the metrics already, and only grow."""
@@ -189,15 +209,28 @@ class Recorder:
 
 
 def shares(now: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A worker's moves per second, and the shares of its time that it works and waits, in all or since a report."""
+    """A worker's moves per second, and how it spends its time, in all or since a report, as shares of it.
+
+    `working` and `waits` are parts of its time, `parts` those of its work that have names; `computing` is the time of
+    all cores that its process used.
+    """
     if before is None or now.get("seconds", 0) <= before.get("seconds", 0):  # the latter: it was started again
         before = {}
     total = max(now.get("seconds", 0) - before.get("seconds", 0), 1e-9)
-    earlier = before.get("waits", {})
-    waits = {name: (spent - earlier.get(name, 0)) / total for name, spent in now.get("waits", {}).items()}
+
+    def share(name: str) -> float:
+        return round(float(now.get(name, 0) - before.get(name, 0)) / float(total), 4)
+
+    def divided(name: str) -> dict[str, float]:
+        earlier = before.get(name, {})
+        return {each: round((spent - earlier.get(each, 0)) / total, 4) for each, spent in now.get(name, {}).items()}
+
+    taken = ("waits", "parts", "working", "computing", "busy", "doing")
     return {
-        **{key: value for key, value in now.items() if key not in ("waits", "working", "busy", "doing")},
+        **{key: value for key, value in now.items() if key not in taken},
         "moves_per_s": round((now.get("moves", 0) - before.get("moves", 0)) / total, 2),
-        "working": round((now.get("working", 0) - before.get("working", 0)) / total, 4),
-        "waits": {name: round(share, 4) for name, share in waits.items()},
+        "working": share("working"),
+        **({"computing": share("computing")} if "computing" in now else {}),
+        "waits": divided("waits"),
+        "parts": divided("parts"),
     }

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shoal.core.caller import caller
-from shoal.core.doing import here
+from shoal.core.doing import here, span
 from shoal.core.errors import Fatal, ServiceLost
 from shoal.core.rights import calls
 from shoal.core.types import Work
@@ -99,6 +99,16 @@ def idle() -> Work:
 
 def answer(shelf: Any, name: str, value: Any) -> Work:
     shelf.put(name, shelf.double(value))
+    yield True
+
+
+def toils(shelf: Any, seconds: float) -> Work:
+    """Compute for some seconds of core-time, in a part of its work that has a name."""
+    with span("toil"):
+        until = time.process_time() + seconds
+        while time.process_time() < until:
+            pass
+    shelf.put("done", True)
     yield True
 
 

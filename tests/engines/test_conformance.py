@@ -398,6 +398,18 @@ def test_reports_say_where_the_time_went(build: Any, name: str) -> None:
     assert 0 <= report["working"] <= report["seconds"] + 0.01
 
 
+@EVERY
+def test_reports_say_what_the_work_was_and_what_cores_it_took(build: Any, name: str) -> None:
+    engine = build(name)
+    shelf = engine.serve("shelf", programs.Shelf)
+    engine.run("one", programs.toils, shelf, 0.2)
+    engine.wait("one")
+    report = engine.report()["one"]
+    assert 0.19 <= report["parts"]["toil"] <= report["working"] + 0.01
+    assert ("computing" in report) == (not find(ENGINES[name]).shared)  # else it would be everyone's
+    assert report.get("computing", 0.2) >= 0.19
+
+
 @OWN_PROCESSES
 def test_a_call_has_a_deadline(build: Any, name: str) -> None:
     engine = build(name, deadline=0.5, homes={"shelf": "host"})

@@ -19,6 +19,9 @@ class Clock:
     def monotonic(self) -> float:
         return self.now
 
+    def process_time(self) -> float:
+        return 0.0
+
     def wait(self, seconds: float) -> None:
         self.pauses.append(seconds)
         self.now += seconds

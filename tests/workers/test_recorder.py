@@ -170,6 +170,14 @@ def test_shares_are_of_the_time_since_the_report_before() -> None:
     assert shares({})["working"] == 0.0
 
 
+def test_shares_of_work_and_cores_are_of_the_same_time() -> None:
+    before = {"seconds": 10.0, "computing": 4.0, "parts": {"step": 1.0}}
+    now = {"seconds": 20.0, "computing": 14.0, "parts": {"step": 6.0, "infer": 2.0}}
+    assert shares(now, before)["parts"] == {"step": 0.5, "infer": 0.2}
+    assert shares(now, before)["computing"] == 1.0
+    assert "computing" not in shares({"seconds": 10.0})  # nobody knows
+
+
 def test_lines_come_at_their_interval(clock: list[float], caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     view = {"steps": 10, "total": 100, "steps_per_s": 5.0, "left": 90.0, "return": 1.5, "metrics": {"lag": 0.5, "x": 1}}
     with caplog.at_level(logging.INFO):
@@ -218,3 +226,38 @@ def test_how_a_run_stands_is_written_to_its_folder_at_the_pace_of_the_log(
         recorder.take(journal.drain())
         assert json.loads(status.read_text())["steps"] == written
     assert json.loads(status.read_text())["metrics"]["lag"] == 2.0
+
+
+def test_what_workers_did_until_training_ended_is_kept(tmp_path: Path, clock: list[float], watched: Watcher) -> None:
+    spent = {"learner": {"seconds": 0.0, "working": 0.0}}
+    journal, recorder = Journal(), make(tmp_path, report=lambda: {"learner": dict(spent["learner"])})
+    for now, steps in ((110.0, 500), (120.0, 1000), (300.0, 1000)):  # then the last evaluation
+        clock[0], spent["learner"]["seconds"] = now, now - 100
+        spent["learner"]["working"] = min(now, 120.0) - 100
+        journal.learned(steps, 1, {"lag": 2.0})
+        recorder.take(journal.drain(), last=now == 300.0)
+    status = json.loads((tmp_path / directory.STATUS).read_text())
+    assert status["spent"]["learner"]["working"] == 1.0
+    assert status["workers"]["learner"]["working"] < 0.2
+
+
+def test_advice_is_shown_after_a_while(tmp_path: Path, clock: list[float], watched: Watcher, monkeypatch: Any) -> None:
+    monkeypatch.setattr(recorder.advice, "of", lambda run, curves: ["more actors"])
+    journal, made = Journal(), make(tmp_path)
+    for now in (100.0, 100.0 + recorder.ADVICE, 101.0 + recorder.ADVICE):
+        clock[0] = now
+        made.take(journal.drain())
+    assert [view["advice"] for view in watched.views] == [[], [], ["more actors"]]
+    made.close()
+
+
+def test_advice_that_fails_harms_nobody(tmp_path: Path, clock: list[float], watched: Watcher, monkeypatch: Any) -> None:
+    def fails(run: Path, curves: Any) -> list[Any]:
+        raise ValueError("no")
+
+    monkeypatch.setattr(recorder.advice, "of", fails)
+    journal, made = Journal(), make(tmp_path)
+    clock[0] += recorder.ADVICE
+    made.take(journal.drain())
+    made.close()
+    assert watched.views[0]["advice"] == []
