@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from shoal.bench import BENCHMARKS, engines, gpu, learning, scale, soak, training
+from shoal.bench import BENCHMARKS, advice, engines, gpu, learning, page, scale, soak, training
 from shoal.bench.tables import show
 from shoal.cli.main import main
 from shoal.core.errors import SettingsError, ShoalError
+from shoal.display.advice import Advice
 from shoal.experiment import load
 from shoal.runs import launching
 from tests.pace import seconds
@@ -259,3 +260,40 @@ def test_an_unknown_task_is_refused_with_the_nearest(command: Any) -> None:
     assert process.returncode == 2
     assert "unknown task 'pong-pp'" in told
     assert "did you mean 'pong-ppo'?" in told
+
+
+def test_advice_is_followed_and_its_gain_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Advice("more actors", "It waits", {"actors": 3}, {"actors": 1}, 2.5, "")
+    asked = []
+
+    def run(config: str, settings: Any, seconds: float, place: Path) -> tuple[float, list[Advice]]:
+        asked.append(settings["actors"])
+        return 100.0 * settings["actors"], [found] if settings["actors"] == 1 else []
+
+    monkeypatch.setattr(advice, "run", run)
+    (row,) = advice.measure(["more actors"], 1.0, 2)
+    assert asked == [1, 3, 1, 1, 3]  # the question first, then with and without in turn
+    assert (row["first"], row["set"], row["expected"], row["x"]) == ("more actors", "actors=3", 2.5, 3.0)
+    monkeypatch.setattr(advice, "run", lambda *_: (100.0, []))
+    assert next(advice.measure(["more actors"], 1.0, 1))["set"] == "not advised"
+
+
+def test_an_unknown_situation_is_refused_with_the_nearest() -> None:
+    with pytest.raises(SettingsError, match="did you mean 'more actors'"):
+        advice.chosen(["more actor"])
+    assert advice.chosen([]) == [*advice.SITUATIONS]
+
+
+@LONG
+@pytest.mark.parametrize("name", ["more actors", "more gradient workers"])
+def test_following_advice_helps_where_environments_are_slow(name: str) -> None:
+    (row,) = advice.measure([name], 6.0, 1)  # they do not compute, so that a busy machine does not matter
+    assert row["set"] != "not advised"
+    assert row["x"] > 1.3
+
+
+@LONG
+def test_what_the_page_costs_is_measured_within_one_run() -> None:
+    (row,) = page.cost(["impala_cartpole"], 2.0, 1, {"actors": 1})
+    assert row["x_with_page"] > 0
+    assert row["looks"] > 0

@@ -66,9 +66,9 @@ def run(config: str, settings: Mapping[str, Any], seconds: float, place: Path) -
     """Train for some seconds after the first update: steps per second from then on, and what is advised."""
     process = train(config, str(place), *(f"{key}={advice.shown(value)}" for key, value in settings.items()))
     try:
-        begin = _status(place, process, 0)
+        begin = status(place, process, 0)
         time.sleep(seconds)
-        end = _status(place, process, begin["steps"])
+        end = status(place, process, begin["steps"])
         found = advice.of(place)
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
@@ -78,14 +78,15 @@ def run(config: str, settings: Mapping[str, Any], seconds: float, place: Path) -
     return (end["steps"] - begin["steps"]) / (end["time"] - begin["time"]), found
 
 
-def _status(place: Path, process: Any, above: int) -> Mapping[str, Any]:
+def status(place: Path, process: Any, above: int) -> Mapping[str, Any]:
     """How the run stands, once it has made more steps than these."""
     while process.poll() is None:
         try:
-            status: Mapping[str, Any] = json.loads((place / "status.json").read_text())
-            if status["steps"] > above:
-                return status
+            found: Mapping[str, Any] = json.loads((place / "status.json").read_text())
+            if found["steps"] > above:
+                return found
         except (OSError, ValueError):
             pass  # not written yet
         time.sleep(0.1)
-    raise ShoalError("training ended before it was measured:\n" + (process.communicate()[1] or "")[-2000:])
+    said = process.stderr.read() if process.stderr else ""
+    raise ShoalError(f"training ended before it was measured:\n{said[-2000:]}")

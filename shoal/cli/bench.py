@@ -226,6 +226,26 @@ def advice(
 
 
 @app.command()
+def page(
+    configs: Annotated[
+        list[str] | None, typer.Argument(help="Experiments; default: impala_cartpole.", metavar="[CONFIGS]...")
+    ] = None,
+    seconds: Seconds = 20.0,
+    rounds: Annotated[int, typer.Option(help="Times that it is measured with the page open and closed.", min=1)] = 5,
+    change: Annotated[list[str] | None, typer.Option(help="A setting for every run, such as actors=1.")] = None,
+    json: Json = False,
+) -> None:
+    """What the live page costs a run: its speed with somebody who looks and without, in turn within one run."""
+    from shoal.bench import page
+    from shoal.bench.tables import about, show
+    from shoal.configs import parse_overrides
+
+    names = configs or ["impala_cartpole"]
+    show("machine", [about()], json)
+    show("page", page.cost(names, seconds, rounds, parse_overrides(change or [])), json, len(names))
+
+
+@app.command()
 def soak(
     names: Annotated[list[str], typer.Argument(help="Engines, one after another.", metavar="ENGINES...")],
     seconds: Annotated[float, typer.Option(help="Length of each run.", min=1)] = 1200.0,
