@@ -203,12 +203,16 @@ class Facts:
     def stuck(self) -> bool:
         """Whether scores are not clearly higher than a third of the run ago, though the target is not reached.
 
-        Without a target nobody knows how high they could be: then only scores that never rose are stuck.
+        Without a target nobody knows how high they could be: then only scores and returns that never rose are stuck.
         """
         if len(self.scores) < FEWEST or self.reached:
             return False
-        target = number(self.setting("evaluation.target"))
-        return not clearly_above(self._third(2), self._third(0 if target is None else 1))
+        if number(self.setting("evaluation.target")) is not None:
+            return not clearly_above(self._third(2), self._third(1))
+        returns = self.train.get("return", [])
+        first, last = returns[: max(len(returns) // 10, 2)], returns[-max(len(returns) // 3, 2) :]
+        rose = len(returns) >= FEWEST and clearly_above(last, first)
+        return not rose and not clearly_above(self._third(2), self._third(0))
 
     @property
     def fell(self) -> bool:

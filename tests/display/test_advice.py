@@ -214,6 +214,14 @@ def test_a_run_that_has_reached_its_target_is_not_taught_how_to_learn() -> None:
     assert rules(run(scores=[*FLAT_SCORES, 480.0], train=bad)) == []
 
 
+def test_a_run_without_a_target_is_stuck_only_if_nothing_ever_rose() -> None:
+    bad: dict[str, list[float]] = {"explained_variance": constant(-3.0)}
+    high = [500.0, 490.0] * 6  # since its first evaluation: who knows whether more is possible
+    assert rules(run(scores=high, train=bad, evaluation__target=None)) == ["values explain nothing"]
+    learned = {**bad, "return": [20.0, 22.0, *constant(480.0)]}
+    assert rules(run(scores=high, train=learned, evaluation__target=None)) == []
+
+
 def test_too_short_a_run_says_nothing_about_speed() -> None:
     brief = {name: {**state, "seconds": 2.0} for name, state in run(WAITS).workers.items()}
     assert advise(replace(run(WAITS), workers=brief)) == []

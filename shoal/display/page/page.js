@@ -14,6 +14,7 @@ function element(kind, words, parent, name) {
 function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   const two = value => String(value).padStart(2, "0"), all = Math.floor(seconds);
+  if (all >= 3.6e6) return `${short(all / 86400)} d`;
   return `${Math.floor(all / 3600)}:${two(Math.floor(all / 60) % 60)}:${two(all % 60)}`;
 }
 
