@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 ASK = 0.2  # seconds between questions whether to stop, while there is nothing to learn from
 GAP = 0.02  # seconds between reports, since each may be a call to another process
+SLOW = 20  # times as long as the last report took: on a busy machine reports are rarer
+LONGEST = 1.0  # seconds between reports, whatever they take
 PUBLICATIONS = 10  # of weights between two evaluations, where there is no learner: none is evaluated late
 
 
@@ -40,15 +42,18 @@ class Reports:
     def __init__(self, journal: Journal, exact: bool) -> None:
         """Begin with nothing to report."""
         self.journal, self.exact = journal, exact
-        self.means, self.reported, self.asked = Means(), 0.0, time.monotonic()
+        self.means, self.reported, self.gap, self.asked = Means(), 0.0, GAP, time.monotonic()
 
     def learned(self, now: Progress, metrics: Mapping[str, float], urgent: bool) -> bool:
         """Add the metrics of an update; True: end the run."""
         self.means.add(metrics)
-        if not (self.exact or urgent or time.monotonic() - self.reported >= GAP):
+        start = time.monotonic()
+        if not (self.exact or urgent or start - self.reported >= self.gap):
             return False
+        stop = self.journal.learned(now.steps, now.updates, self.means.take())
         self.reported = time.monotonic()
-        return self.journal.learned(now.steps, now.updates, self.means.take())
+        self.gap = min(max(GAP, SLOW * (self.reported - start)), LONGEST)
+        return stop
 
     def waiting(self, now: Progress) -> bool:
         """Ask now and then while there is nothing to learn from, or under lockstep each time; True: end the run."""
