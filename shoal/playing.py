@@ -66,6 +66,7 @@ def send(sink: BinaryIO, facts: Mapping[str, Any], frame: bytes = b"") -> None:
 
 def frames(run: Path, which: str) -> Iterator[tuple[dict[str, Any], Array]]:
     """Frames of one episode after the other, with facts about each; newer weights are taken as they appear."""
+    from shoal.display.page.reading import number
     from shoal.run import Run
     from shoal.workers.evaluator import play
 
@@ -87,7 +88,7 @@ def frames(run: Path, which: str) -> Iterator[tuple[dict[str, Any], Array]]:
                     looked = time.monotonic()
                     seen = reload(policy, run, which, seen)
                 facts = {"trained": policy.steps, "checkpoint": policy.path.name, "episode": episode, "step": step,
-                         "score": round(score, 4), "seconds": each / envs.fps}  # fmt: skip
+                         "score": number(round(score, 4)), "seconds": each / envs.fps}  # fmt: skip
                 yield facts, envs.render()
     finally:
         envs.close()

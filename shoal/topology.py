@@ -13,7 +13,7 @@ from shoal import envs
 from shoal.core.errors import SettingsError, nearest
 from shoal.core.randomness import derive
 from shoal.core.recipe import describe, path_of
-from shoal.core.tree import flat, map_tree
+from shoal.core.tree import map_tree
 from shoal.core.types import Engine, Spec, Store
 from shoal.engines.options import Machines, Options, Room
 from shoal.experiment import Experiment
@@ -84,9 +84,9 @@ def room(experiment: Experiment) -> Room:
             if role not in roles:
                 raise SettingsError(f"ray.{setting}: no worker is a {role!r}: {', '.join(roles)}{nearest(role, roles)}")
     gpus = {"learner": 1.0} if leads == "learner" and pick_device(experiment.device).type == "cuda" else {}
-    for role in roles[-2:]:
-        if experiment.actor_device == "cuda" and not asked.gpus.get(role):
-            raise SettingsError(f"ray.gpus: a {role} on actor_device cuda needs a share of a GPU, such as {role}: 0.1")
+    for role in ("inference" if experiment.central else "actor", "evaluator"):
+        if role in roles and experiment.actor_device == "cuda" and not asked.gpus.get(role):
+            raise SettingsError(f"ray.gpus: an {role} on actor_device cuda needs a share of a GPU, such as {role}: 0.1")
     return asked.model_copy(update={"gpus": {**gpus, **asked.gpus}})
 
 
@@ -197,14 +197,14 @@ def serve_requests(experiment: Experiment, engine: Engine, desk: Desk) -> list[R
     """Where actors ask for actions, each with the worker that answers; none: every actor has a network."""
     from shoal.workers.inference import infer
 
-    shapes = {
-        name: [list(leaf.shape), str(leaf.dtype)]
-        for name, leaf in flat({"observation": envs.spec_of(experiment.environment).observation})
-    }
-    most = experiment.actor_count * experiment.env_groups
-    found = []
-    for name in inference_names(experiment):
-        found.append(engine.serve(name.replace("inference", "requests"), Requests, shapes, most))
+    spec = envs.spec_of(experiment.environment)
+    shapes = map_tree(lambda leaf: [list(leaf.shape), str(leaf.dtype)], spec.observation)
+    groups, names, found = experiment.env_groups, inference_names(experiment), []
+    for index, name in enumerate(names):
+        asking = [*enumerate(players(experiment))][index :: len(names)]
+        owners = {f"{number}/{group}": actor for number, actor in asking for group in range(groups)}
+        given = shapes, experiment.env_count // groups, owners, [*spec.action.choices]
+        found.append(engine.serve(name.replace("inference", "requests"), Requests, *given))
         engine.run(name, infer, experiment, found[-1], desk.parameters, desk.journal)
     return found
 

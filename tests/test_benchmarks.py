@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from shoal.bench import BENCHMARKS, advice, engines, gpu, learning, page, scale, soak, training
+from shoal.bench import BENCHMARKS, advice, engines, gpu, learning, limits, page, scale, soak, tasks, training
+from shoal.bench.measuring import Effort
 from shoal.bench.tables import show
 from shoal.cli.main import main
 from shoal.core.errors import SettingsError, ShoalError
@@ -117,7 +118,9 @@ def test_a_card_is_listened_to_from_a_moment_on() -> None:
     assert missing.since(0.0) == {"gpu_busy": None, "gpu_mb": None}
 
 
-def test_a_gpu_is_measured_in_turn_with_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_measured_in_turn_with_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked: list[Any] = []
     rates = {"cuda": iter((300.0, 500.0, 400.0)), "cpu": iter((100.0, 100.0, 200.0))}
 
@@ -127,16 +130,49 @@ def test_a_gpu_is_measured_in_turn_with_the_cpu(monkeypatch: pytest.MonkeyPatch)
         found = dict.fromkeys(("first_update_s", "cores", "pss_mb"), 1.0) | {"workers": workers}
         return found | {"steps_per_s": next(rates[overrides["device"]])} | meter(0.0)
 
+    def play(config: str, seconds: float, changes: Any, *_: Any) -> Any:
+        return [{"rate": 250.0 * load(config, changes).actor_count}]
+
     monkeypatch.setattr(training, "measure", measure)
-    monkeypatch.setattr(gpu, "bare", lambda *_: 1000.0)
-    (row,) = gpu.speed(["impala_pong"], 1.0, 3, {"actors": "4", "actor_device": "cuda"})
+    monkeypatch.setattr(limits, "_on_cores", play)
+    monkeypatch.setattr(gpu, "check", lambda: None)
+    words = "impala_pong --rounds=3 --seeds=0 --change=actors=4 --change=actor_device=cuda --json"
+    monkeypatch.setattr(sys, "argv", ["shoal", "bench", "gpu", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    _, row = map(json.loads, capsys.readouterr().out.splitlines())
     assert [one["device"] for one in asked] == ["cuda", "cpu", "cpu", "cuda", "cuda", "cpu"]
     assert {(one["device"], one["actor_device"], one["actors"]) for one in asked} == {
-        ("cuda", "cuda", "4"),
-        ("cpu", "cpu", "4"),
+        ("cuda", "cuda", 4),
+        ("cpu", "cpu", 4),
     }
     assert (row["steps_per_s"], row["x_environments"], row["learner_busy"]) == (400.0, 0.4, 0.25)
     assert (row["cpu_steps_per_s"], row["least_x_cpu"], row["x_cpu"], row["most_x_cpu"]) == (100.0, 2.0, 3.0, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("visible", "index"), [(None, "0"), ("", "0"), ("3", "3"), ("2,1", "2"), ("GPU-8f6d,1", "GPU-8f6d")]
+)
+def test_only_the_gpu_of_the_run_is_listened_to(
+    visible: str | None, index: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(gpu.VISIBLE, raising=False)
+    if visible is not None:
+        monkeypatch.setenv(gpu.VISIBLE, visible)
+    card = gpu.Card(["no-such-tool"])
+    assert card.words[-1] == f"--id={index}"
+
+
+def test_what_central_inference_took_is_kept_in_whatever_order_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(config: str, seconds: float, smallest: bool, overrides: Any) -> Any:
+        central = overrides["inference"] == "central"
+        return {"steps_per_s": 2.0, "metrics": {"inference_ms_p50": 7.0} if central else {}}
+
+    monkeypatch.setattr(training, "measure", measure)
+    for rounds in (1, 2, 3):
+        (row,) = tasks.inference(Effort(smallest=True, rounds=rounds))["inference"]
+        assert row["ms_p50"] == 7.0
 
 
 def test_seconds_to_a_score_are_those_of_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -157,14 +193,15 @@ def test_bare_environments_are_measured_on_all_cores(start: Any) -> None:
 
 
 def test_a_gpu_is_asked_for_in_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, answer in (((), "there is none"), (("--change", "actors"), "--change actors: write KEY=VALUE")):
+    for words, answer in (
+        ((), "there is none"),
+        (("--change", "actors"), "'actors' is not a setting: write key=value"),
+    ):
         monkeypatch.setattr(sys, "argv", ["shoal", "bench", "gpu", *words])
         with pytest.raises(SystemExit) as ended:
             main()
         assert ended.value.code
         assert answer in " ".join(capsys.readouterr().err.split())
-    with pytest.raises(SettingsError, match="KEY=VALUE"):
-        gpu.parsed(["actors=4", "envs"])
 
 
 @LONG

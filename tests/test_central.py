@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ import shoal
 from shoal.core.errors import SettingsError
 from shoal.envs import make
 from shoal.experiment import load
+from shoal.runs import checkpoint
+from shoal.topology import room
 from shoal.workers.rollout import Stream
 from tests.pace import long
 from tests.test_engines_alike import CONFIGS, CONTINUOUS, LOCKSTEP
 
-ALGORITHMS = [name for name in LOCKSTEP if name not in ("a3c", "ngu")]  # what they do in acting is the network's too
+ALGORITHMS = [name for name in LOCKSTEP if name != "a3c"]
 
 
 def settings(algorithm: str) -> dict[str, Any]:
@@ -51,6 +54,16 @@ def test_in_lockstep_central_equals_local(algorithm: str, workers: int, tmp_path
     central = shoal.train(made, tmp_path / "central", inference="central", inference_workers=workers)
     assert outcome(local) == outcome(central)
     assert local.summary["updates"] > 5
+
+
+def test_a_run_whose_bandits_know_earlier_pulls_is_resumed_exactly(tmp_path: Path) -> None:
+    made = {**settings("ngu"), "engine": "inline", "inference": "central", "checkpoints": {"every": 100, "keep": 9}}
+    whole = shoal.train(made, tmp_path / "whole")
+    part = tmp_path / "part"
+    shutil.copytree(whole.directory, part)
+    for path in checkpoint.paths(part)[2:]:  # all but the beginning and the first with anything learned
+        shutil.rmtree(path)
+    assert outcome(shoal.resume(part)) == outcome(whole)
 
 
 @pytest.mark.parametrize("engine", ["processes", *map(long, ["threads", "ray", "cluster/websocket", "cluster/grpc"])])
@@ -110,3 +123,25 @@ def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], words:
     made = {"environment": {"id": "CartPole-v1"}, "algorithm": {"name": "impala"}, "inference": "central", **changes}
     with pytest.raises(SettingsError, match=words):
         shoal.train(made)
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus", "missing"),
+    [
+        ({"inference": "central"}, {"evaluator": 0.1}, "inference"),
+        ({"inference": "central"}, {"inference": 0.5, "evaluator": 0.1}, ""),
+        ({}, {"evaluator": 0.1}, "actor"),
+        ({}, {"actor": 0.1}, "evaluator"),
+        ({"topology": "gradient_workers"}, {"evaluator": 0.1}, ""),  # whose networks are on the CPU
+    ],
+)
+def test_on_ray_whoever_chooses_on_a_gpu_asks_for_a_share_of_one(
+    changes: dict[str, Any], gpus: dict[str, float], missing: str
+) -> None:
+    settings = {"environment": {"id": "CartPole-v1"}, "algorithm": {"name": "impala"}, "engine": "ray", "actors": 2}
+    made = load({**settings, "actor_device": "cuda", "ray": {"gpus": gpus}, **changes})
+    if not missing:
+        assert room(made).gpus.items() >= gpus.items()
+        return
+    with pytest.raises(SettingsError, match=f"ray.gpus: an {missing} on actor_device cuda needs a share of a GPU"):
+        room(made)

@@ -19,20 +19,12 @@ from shoal.core.settings import Replaying, Schedule, Settings
 from shoal.core.tree import map_tree
 from shoal.core.types import Act, Batch, Loss, Sequence, Spec, Step
 from shoal.losses.masking import masked_mean, time_mean
-from shoal.losses.novelty import NEIGHBOURS, betas, episodic_novelty, gammas, nearest_distances
+from shoal.losses.novelty import betas, gammas
 from shoal.losses.q_values import mixed_priority, pick, rescale, retrace_targets, unscale
 from shoal.nets.memory import all_previous, previous
-from shoal.nets.novelty import Novelty
+from shoal.nets.novelty import Novelty, nothing_seen, recall
 from shoal.nets.optimizers import make_optimizer
-from shoal.nets.q_network import (
-    QNetwork,
-    check_overlap,
-    epsilon_greedy,
-    ladder,
-    lasts,
-    trained,
-    unroll,
-)
+from shoal.nets.q_network import QNetwork, check_overlap, epsilon_greedy, ladder, lasts, trained, unroll
 from shoal.nets.torsos import Architecture
 
 PARTS = ("extrinsic", "intrinsic")
@@ -128,18 +120,14 @@ class Ngu(Settings):
         """LSTM states, bandits and the score of this episode so far."""
         carry: dict[str, Any] = {f"core_{part}": net.q(part).begin(size)["core"] for part in PARTS}
         device = carry["core_extrinsic"].device
-        zeros = torch.zeros(size, device=device)
         return carry | {
             "action": torch.zeros(size, dtype=torch.int64, device=device),
             "arm": torch.zeros(size, dtype=torch.int64, device=device),
             "bandits": [Bandit(self.arms, self.window, self.bandit_epsilon, self.bonus) for _ in range(size)],
             "played": False,
             "pulls": [],
-            "score": zeros,
-            "states": torch.zeros(size, 0, self.embedding, device=device),
-            "count": torch.zeros(size, dtype=torch.int64, device=device),
-            "distance": zeros,  # running average of the neighbours' distances
-            "distances": zeros,  # how many went into it
+            "score": torch.zeros(size, device=device),
+            **nothing_seen(size, self.embedding, device),
         }
 
     def act(self, net: NguNetwork, step: Step, carry: dict[str, Any], rank: Tensor | None) -> Act:
@@ -147,7 +135,8 @@ class Ngu(Settings):
         carry = dict(carry)
         if rank is not None:
             self._episodes(step, carry)
-        novelty = self._look(net, step, carry)
+        carry |= recall(carry, net.novelty.embedding(step.observation), step.first, self.memory)
+        novelty = carry.pop("novelty") * net.novelty.lasting(step.observation)
         seen = previous(carry["action"], step.reward, step.first, [net.actions])
         extra = torch.cat([seen, self._asked(novelty, carry["arm"])], -1)
         observation = map_tree(lambda x: x.unsqueeze(0), step.observation)
@@ -193,24 +182,6 @@ class Ngu(Settings):
         carry["score"] = carry["score"] * ~step.first
         carry["played"] = True
 
-    def _look(self, net: NguNetwork, step: Step, carry: dict[str, Any]) -> Tensor:
-        """How new this state is (algorithm 1): compare it with the episode so far, then remember it."""
-        carry["count"] = carry["count"] * ~step.first
-        point = net.novelty.embedding(step.observation)
-        nearest = nearest_distances(point, carry["states"], carry["count"], NEIGHBOURS)
-        known = nearest.isfinite()
-        total = carry["distance"] * carry["distances"] + torch.where(known, nearest, torch.zeros(())).sum(1)
-        carry["distances"] = carry["distances"] + known.sum(1)
-        carry["distance"] = total / carry["distances"].clamp(min=1)
-        place = carry["count"] % self.memory
-        if int(place.max()) >= carry["states"].shape[1]:
-            grown = min(max(2 * carry["states"].shape[1], 16), self.memory)
-            more = carry["states"].new_zeros(len(place), grown - carry["states"].shape[1], self.embedding)
-            carry["states"] = torch.cat([carry["states"], more], 1)
-        carry["states"][torch.arange(len(place), device=place.device), place] = point
-        carry["count"] = carry["count"] + 1
-        return episodic_novelty(nearest, carry["distance"]) * net.novelty.lasting(step.observation)
-
     def _asked(self, novelty: Tensor, arm: Tensor) -> Tensor:
         """What the networks see beside the previous step: the novelty, which may be hundreds, and the arm."""
         return torch.cat([rescale(novelty).unsqueeze(-1), nn.functional.one_hot(arm, self.arms).to(novelty.dtype)], -1)
@@ -244,7 +215,8 @@ class Ngu(Settings):
             best = self._mix(values["extrinsic"], values["intrinsic"], arm.view(1, -1, 1)).argmax(-1)
             gamma = gammas(self.arms, self.gamma, self.gamma_last).to(arm.device)[arm].expand_as(batch.discount)
             # Novelty goes on in the next episode, where the memory is empty again (for RND: arXiv:1810.12894, section
-            # 2.3), so its return takes an end for a cut: worth nothing, it would be what the bold arms learn to avoid.
+            # 2.3), so its return bootstraps at an end as at a cut; with a value of 0 there, the bold arms would learn
+            # to avoid it.
             discounts = {"extrinsic": gamma * batch.discount, "intrinsic": gamma}
             ends = lasts(batch)
             ends[-2:] = True
@@ -256,10 +228,8 @@ class Ngu(Settings):
             with torch.no_grad():
                 future = unscale(pick(goals[part].unsqueeze(-1), best)[..., 0])
                 taken = unscale(pick(goals[part][:-1].unsqueeze(-1), batch.action)[..., 0])
-                goal = rescale(
-                    retrace_targets(rewards[part], discounts[part], taken, future, ratio, ends, self.lambda_)
-                )
-            error = goal - pick(values[part][:-1].unsqueeze(-1), batch.action)[..., 0]
+                goal = retrace_targets(rewards[part], discounts[part], taken, future, ratio, ends, self.lambda_)
+            error = rescale(goal) - pick(values[part][:-1].unsqueeze(-1), batch.action)[..., 0]
             each.append(time_mean(0.5 * error.square(), mask))
             priority = priority + weights[part] * error.detach().abs() * mask
             metrics[f"{part}_loss"] = masked_mean(0.5 * error.square(), mask)
@@ -271,6 +241,5 @@ class Ngu(Settings):
             "novelty": masked_mean(novelty, batch.mask),
             "arm": arm.float().mean(),
         }
-        return Loss(
-            torch.stack([*each, inverse, distillation]).sum(0), mixed_priority(priority, mask, self.eta), metrics
-        )
+        total = torch.stack([*each, inverse, distillation]).sum(0)
+        return Loss(total, mixed_priority(priority, mask, self.eta), metrics)

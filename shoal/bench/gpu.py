@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import threading
 import time
@@ -13,21 +14,23 @@ from typing import Any
 from shoal.bench import training
 from shoal.bench.limits import bare
 from shoal.bench.measuring import Row
-from shoal.core.errors import SettingsError, ShoalError
+from shoal.core.errors import ShoalError
 
 SMI = ("nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits", "--loop-ms=200")
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # the GPUs that torch uses, the first of them by itself
 GAMES = 30
 EVERY = 100_000  # steps between two evaluations on the way to a score
 
 
 class Card:
-    """What the first GPU does meanwhile, by NVIDIA's own tool."""
+    """What the GPU of a run does meanwhile, by NVIDIA's own tool."""
 
     def __init__(self, words: Sequence[str] = SMI) -> None:
         """Begin to listen."""
         self.samples: list[tuple[float, float, float]] = []  # when, percent busy, MiB in use
+        self.words = [*words, f"--id={os.environ.get(VISIBLE, '').split(',')[0].strip() or 0}"]
         try:
-            self.process: subprocess.Popen[str] | None = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+            self.process: subprocess.Popen[str] | None = subprocess.Popen(self.words, stdout=subprocess.PIPE, text=True)
         except FileNotFoundError:
             self.process = None
             return
@@ -66,14 +69,6 @@ def check() -> None:
 
     if not torch.cuda.is_available():
         raise ShoalError("shoal bench gpu needs a GPU that torch can use, and there is none: see shoal doctor")
-
-
-def parsed(changes: Sequence[str]) -> dict[str, str]:
-    """Settings as they are typed, by their names."""
-    for change in changes:
-        if "=" not in change:
-            raise SettingsError(f"--change {change}: write KEY=VALUE, such as actors=4")
-    return dict(change.split("=", 1) for change in changes)
 
 
 def speed(configs: Sequence[str], seconds: float, rounds: int, overrides: Mapping[str, Any]) -> Iterator[Row]:

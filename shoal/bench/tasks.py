@@ -37,12 +37,14 @@ def inference(effort: Effort) -> Tables:
     for config, envs in product(("impala_cartpole", "impala_pong")[: 1 if effort.smallest else 2], (1, 8, 64)):
         ways = ("local", "central")
         rates: dict[str, list[float]] = {way: [] for way in ways}
+        metrics: Row = {}
         for turn in range(effort.rounds):
             for way in ways[:: -1 if turn % 2 else 1]:
                 overrides = {"inference": way, "actors": 2, "envs": envs, "engine": "processes"}
                 found = training.measure(config, effort.seconds, effort.smallest, overrides)
                 rates[way].append(found["steps_per_s"])
-                metrics = found["metrics"] if way == "central" else {}
+                if way == "central":
+                    metrics = found["metrics"]
         ratios = [central / local for central, local in zip(rates["central"], rates["local"], strict=True)]
         row = {"config": config, "envs": envs, **{f"{way}_steps_per_s": median(rates[way]) for way in ways}}
         row |= {"x": median(ratios), "least_x": min(ratios), "most_x": max(ratios)}

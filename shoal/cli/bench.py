@@ -198,8 +198,9 @@ def gpu(
     """Training on a GPU: speed beside the bare environments' and the CPU's, how busy it is, and seconds to a score."""
     from shoal.bench import gpu
     from shoal.bench.tables import about, show
+    from shoal.configs import parse_overrides
 
-    overrides, names = gpu.parsed(change or []), configs or ["impala_pong", "ppo_pong"]
+    overrides, names = parse_overrides(change or []), configs or ["impala_pong", "ppo_pong"]
     gpu.check()
     show("machine", [about()], json)
     show("gpu", gpu.speed(names, seconds, rounds, overrides), json, len(names))

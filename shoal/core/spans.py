@@ -56,6 +56,12 @@ def later(chunk: Chunk, seconds: float) -> Chunk:
     return {**chunk, "start": chunk["start"] + seconds, "end": chunk["end"] + seconds}
 
 
+def without(chunk: Chunk) -> Chunk:
+    """The same chunk with its spans left out, and counted."""
+    none = {key: chunk[key][:0] for key in ("which", "start", "end")}
+    return {**chunk, **none, "left_out": len(chunk["which"]) + chunk["left_out"]}
+
+
 def keep(waiting: MutableSequence[Chunk], chunk: Chunk) -> None:
     """Add a chunk to those that nobody has taken yet; where too many wait, its spans are left out, and counted."""
     if len(waiting) < CHUNKS:

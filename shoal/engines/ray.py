@@ -33,7 +33,7 @@ from shoal.core.errors import (
 )
 from shoal.core.recipe import allow, services_in
 from shoal.core.rights import Rights
-from shoal.core.spans import later
+from shoal.core.spans import later, without
 from shoal.core.types import Array
 from shoal.core.wire import sendable, shared_size
 from shoal.engines.host import BEAT, Host, named_in, recipe_of, stacks
@@ -51,6 +51,8 @@ CALLS = 8  # threads that answer calls, since a service may be busy while others
 LOOK = 0.02  # seconds between looks for an actor that is not there yet
 INLINE = 100 << 10  # bytes up to which Ray sends an answer along with its message
 VALUE, RAISED, KEPT = 0, 1, 2  # what an answer is
+CLOCK = 2.0  # seconds in which a machine may say what its clock shows, since nobody is heard meanwhile
+AGAIN = 60.0  # seconds before a machine that did not is asked again
 ROOM = 10.0  # seconds in which Ray should find room for a worker that is restarted
 PLENTY = 1024  # CPUs of a Ray of our own: as on other engines, the machine's cores are shared by all who want them
 TOKEN = "if it wants a token, set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH as on its machines"
@@ -74,6 +76,7 @@ class Ray(Launcher):
         self.cramped: set[str] = set()  # workers that do without CPUs of their own
         self.nodes: dict[str, str] = {}
         self.ahead: dict[str, float] = {}  # by machine: seconds by which this one's clock is ahead
+        self.asking: dict[str, float] = {}  # by machine: when its clock may be asked for again
         self.group: Any = None  # the placement group of those that may live anywhere
         self.bundles: dict[str, int] = {}
         self._starting = threading.RLock()
@@ -262,20 +265,24 @@ class Ray(Launcher):
             return {"died": True, "away": True, "failure": f"died: {_cause(error)}"}
         number, self.nodes[name] = state.pop("number"), state.pop("node")
         if (chunk := state.pop("spans", None)) is not None:
-            with suppress(ServiceLost):  # of an actor that has died since
-                state["spans"] = later(chunk, self._ahead(name))
+            ahead = self._ahead(name)
+            state["spans"] = without(chunk) if ahead is None else later(chunk, ahead)
         several = len({*self.nodes.values()}) > 1
         if question == "beat" and not state["failure"]:
             self._ask(name, "beat", number)
         return {**state, "node": self.nodes[name] if several else "", "away": False}
 
-    def _ahead(self, name: str) -> float:
-        """Seconds by which this machine's clock is ahead of an actor's, asked once: right to half the time it takes."""
+    def _ahead(self, name: str) -> float | None:
+        """Seconds by which this clock is ahead of an actor's, right to half the time of asking; None: unknown."""
         node, asked = self.nodes[name], time.monotonic()
-        if node not in self.ahead:
-            there = None if node.endswith(self.node[:6]) else self._get(self.handles[name].clock.remote(), STARTING)
-            self.ahead[node] = 0.0 if there is None else (asked + time.monotonic()) / 2 - there
-        return self.ahead[node]
+        if node.endswith(self.node[:6]):
+            return 0.0
+        if node not in self.ahead and asked >= self.asking.get(node, asked):
+            self.asking[node] = asked + AGAIN
+            with suppress(ServiceLost):
+                there = self._get(self.handles[name].clock.remote(), CLOCK)
+                self.ahead[node] = (asked + time.monotonic()) / 2 - there
+        return self.ahead.get(node)
 
     def _squeeze_in(self) -> None:
         """Let workers that were restarted share the CPUs of others, if their own went with a machine."""

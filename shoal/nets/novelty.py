@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from shoal.core.tree import map_tree
 from shoal.core.types import Batch, Spec
 from shoal.losses.masking import time_mean
-from shoal.losses.novelty import lasting_novelty
+from shoal.losses.novelty import NEIGHBOURS, episodic_novelty, lasting_novelty, nearest_distances
 from shoal.nets.masks import split_mask
 from shoal.nets.normalise import ObservationMoments
 from shoal.nets.torsos import Architecture, Torso, orthogonal
@@ -83,3 +84,33 @@ class Novelty(nn.Module):
         inverse = nn.functional.cross_entropy(logits, batch.action.flatten(), reduction="none").view(length, items)
         error = self.error(map_tree(lambda x: x[:-1].flatten(0, 1), batch.observation)).view(length, items)
         return time_mean(inverse, batch.mask), time_mean(error, batch.mask)
+
+
+def nothing_seen(size: int, embedding: int, device: torch.device) -> dict[str, Tensor]:
+    """The memory of episodes that begin, in which a state is that many numbers."""
+    return {
+        "states": torch.zeros(size, 0, embedding, device=device),
+        "count": torch.zeros(size, dtype=torch.int64, device=device),
+        "distance": torch.zeros(size, device=device),  # running average of the neighbours' distances
+        "distances": torch.zeros(size, device=device),  # how many went into it
+    }
+
+
+def recall(memory: Mapping[str, Tensor], point: Tensor, first: Tensor, most: int) -> dict[str, Tensor]:
+    """How new embedded states [N, E] are within their episodes, as `novelty`, and the memory with them.
+
+    Algorithm 1 of arXiv:2002.06038; at most `most` states of an episode are remembered, and the oldest give way.
+    """
+    states, count = memory["states"], memory["count"] * ~first
+    nearest = nearest_distances(point, states, count, NEIGHBOURS)
+    known = nearest.isfinite()
+    total = memory["distance"] * memory["distances"] + torch.where(known, nearest, torch.zeros(())).sum(1)
+    distances = memory["distances"] + known.sum(1)
+    distance = total / distances.clamp(min=1)
+    place = count % most
+    if int(place.max()) >= states.shape[1]:
+        grown = min(max(2 * states.shape[1], 16), most)
+        states = torch.cat([states, states.new_zeros(len(place), grown - states.shape[1], states.shape[2])], 1)
+    states[torch.arange(len(place), device=place.device), place] = point
+    novelty = episodic_novelty(nearest, distance)
+    return {"states": states, "count": count + 1, "distance": distance, "distances": distances, "novelty": novelty}

@@ -49,7 +49,7 @@ def launch(*words: str, code: str = SHOAL, text: bool = True, **options: Any) ->
 
 @contextmanager
 def page_of(run: Path) -> Iterator[None]:
-    """Show a run in a browser, by a program of its own that ends with the block; the log says where."""
+    """Show a run in a browser, by a program of its own that ends with the block; standard error says where."""
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     process = launch("watch", str(run), code=TIED, process_group=0, **pipes)
     output, over = process.stdout, threading.Event()
@@ -57,8 +57,10 @@ def page_of(run: Path) -> Iterator[None]:
 
     def announce() -> None:
         line = output.readline().strip()
+        if line:
+            print(line, file=sys.stderr, flush=True)  # with a token in it, which is not for the file of the log
         if line or not over.is_set():
-            log.info("%s", line or f"the page cannot be shown: see `shoal watch {run}`")
+            log.info("%s", "the page is open" if line else f"the page cannot be shown: see `shoal watch {run}`")
 
     announcing = threading.Thread(target=announce, daemon=True)
     announcing.start()  # the run does not wait for it

@@ -18,6 +18,8 @@ from shoal.core.spans import Chunk
 from shoal.runs import files
 
 log = logging.getLogger("shoal")
+# Workers are ended after that, and the last that they do is not asked for.
+END = "until the learner and the evaluator ended"
 EACH, ALL = 100_000, 2_000_000  # spans of a worker, and of all together, of about 90 bytes each
 Source: TypeAlias = Callable[[], Iterable[tuple[str, str, Chunk]]]  # worker, machine, spans
 
@@ -53,8 +55,8 @@ class Trace:
         """Take the last spans, say what was left out, and close the file."""
         self.take()
         words = ", ".join(f"{count:,} of {worker}" for worker, count in (+self._left_out).items())
-        note = f"later spans were left out, so that the file stays small: {words}" if words else ""
-        label = {"name": "process_labels", "ph": "M", "pid": 0, "args": {"labels": note or "complete"}}
+        note = f"spans were left out: {words}" if words else ""
+        label = {"name": "process_labels", "ph": "M", "pid": 0, "args": {"labels": f"{END}; {note}" if note else END}}
         self._append(_next(label) + "\n]\n")
         if note:
             log.info("%s: %s", self.path.name, note)

@@ -26,17 +26,17 @@ class Refusals:
         self._senders: dict[str, Seldom] = {}
         self._news: list[str] = []
 
-    def add(self, what: str, reason: str) -> str:
-        """Count a refusal of what the present caller sent, and return it in words.
+    def add(self, what: str, reason: str, sender: str = "") -> str:
+        """Count a refusal of what the present caller sent, or earlier a sender, and return it in words.
 
         Where nothing valid comes in between, the run would wait for ever: then it is an error of the caller's.
         """
-        who = caller() or "someone"
+        who = sender or caller() or "someone"
         self.total, self.row = self.total + 1, self.row + 1
         line = f"refused {what} of {who}: {reason}"
-        if (sender := self._senders.setdefault(who, Seldom())).due():
-            self._news.append(line if sender.count == 1 else f"{line} ({sender.count:,} refused so far)")
-        if self.row >= ROW:
+        if (seldom := self._senders.setdefault(who, Seldom())).due():
+            self._news.append(line if seldom.count == 1 else f"{line} ({seldom.count:,} refused so far)")
+        if self.row >= ROW and not sender:
             raise ShoalError(f"{line}; {ROW} were refused in a row, with nothing valid in between")
         return line
 

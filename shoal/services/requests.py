@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 import numpy as np
 
-from shoal.core.tree import flat, leaves, map_tree, not_finite
-from shoal.services.inspection import Refusals
+from shoal.core.caller import caller
+from shoal.core.tree import map_tree, not_finite
+from shoal.services.inspection import Refusals, items_problem
 
 LONGEST = 0.01  # seconds for which a request may wait for others to share its batch
 PATIENCE = 2.0  # gaps between requests, by their running mean, after which no other is expected
 KEPT = 4096  # waiting times of the last requests, for percentiles
 FAR = 1 << 62
+STEP = {"reward": [[], "float32"], "discount": [[], "float32"], "first": [[], "bool"]}  # beside the observation
 
 
 class Requests:
@@ -25,9 +28,13 @@ class Requests:
     actors take the same turns as with a network of their own.
     """
 
-    def __init__(self, shapes: Mapping[str, Any], most: int) -> None:
-        """Take observations with arrays of these shapes, as `[shape, type]`, for at most `most` streams."""
-        self.shapes, self.most = dict(shapes), most
+    def __init__(self, observation: Any, size: int, owners: Mapping[str, str], choices: Sequence[int]) -> None:
+        """Take observations with arrays of these shapes, as `[shape, type]`, for streams of `size` environments each.
+
+        `owners` has the actor that each stream belongs to; `choices` are those of `items_problem`.
+        """
+        self.shapes, self.size, self.owners = {"observation": observation, **STEP}, size, dict(owners)
+        self.choices = choices
         self.streams: dict[str, dict[str, Any]] = {}
         self.waiting: dict[str, dict[str, Any]] = {}  # in the order of their arrival
         self.answers: dict[str, dict[str, Any]] = {}
@@ -40,24 +47,28 @@ class Requests:
 
     # What actors call.
 
-    def open(self, stream: str, size: int, seed: int, rank: Any) -> str:
-        """Begin a stream of `size` environments with a fresh state; returns what is wrong, empty if nothing."""
-        if stream not in self.streams and len(self.streams) >= self.most:
-            return self.refusals.add("a stream", f"there are {self.most} already")
-        if not (0 < size <= 1 << 20 and getattr(rank, "shape", None) == (size,)) or not_finite(rank):
-            return self.refusals.add("a stream", f"{size} environments with ranks {rank!r:.80}")
+    def open(self, stream: str, size: int, seed: int, rank: Any, pulls: Sequence[Sequence[float]] = ()) -> str:
+        """Begin a stream of `size` environments with a fresh state that knows a bandit's earlier pulls.
+
+        Returns what is wrong, empty if nothing.
+        """
+        if problem := self._not_own(stream) or self._opening_problem(size, seed, rank, pulls):
+            return self.refusals.add("a stream", problem)
         self.refusals.accept()
         self.opened, self.reopened = self.opened + 1, self.reopened + (stream in self.streams)
-        self.streams[stream] = {"size": size, "seed": seed, "rank": rank, "life": self.opened, "asked": -1}
+        begun = {"size": size, "seed": seed, "rank": np.array(rank), "pulls": [*pulls]}
+        self.streams[stream] = {**begun, "life": self.opened, "asked": -1}
         self.waiting.pop(stream, None)
         self.answers.pop(stream, None)
         return ""
 
     def ask(self, stream: str, number: int, what: str, tree: Mapping[str, Any]) -> Mapping[str, Any] | bool:
         """Ask for actions at a step, or for priorities of items; the answer, or True: it waits for its batch."""
+        if problem := self._not_own(stream):
+            return {"refused": self.refusals.add("a request", problem)}
         if stream not in self.streams:
             return {"unknown": True}
-        if problem := self._problem(stream, number, what, tree):
+        if problem := self._problem(number, what, tree):
             return {"refused": self.refusals.add("a request", problem)}
         self.refusals.accept()
         now = time.monotonic()
@@ -66,16 +77,16 @@ class Requests:
         self.streams[stream]["asked"] = number
         request = {"number": number, "what": what, "tree": tree, "since": now, **self.streams[stream]}
         if self.attend is not None:
-            return self._answered(request, self.attend(stream, request))
+            return self._answered(stream, request, self.attend(stream, request))
         self.waiting[stream] = {**request, "tree": map_tree(np.array, tree)}  # the caller's memory is its own again
         return True
 
     def answer(self, stream: str, number: int) -> Mapping[str, Any] | None:
         """The answer to the request with this number; None: not yet."""
-        if (
-            stream not in self.streams or self.streams[stream]["asked"] != number
-        ):  # it went down with a link or a worker
-            return {"unknown": True}
+        if problem := self._not_own(stream):
+            return {"refused": self.refusals.add("a request", problem)}
+        if stream not in self.streams or self.streams[stream]["asked"] != number:
+            return {"unknown": True}  # it went down with a link or a worker
         found = self.answers.get(stream)
         return found if found is not None and found["number"] == number else None
 
@@ -83,27 +94,37 @@ class Requests:
         """Which weights answer: version, steps and period; None: there are none yet."""
         return self.policy
 
-    def _problem(self, stream: str, number: int, what: str, tree: Mapping[str, Any]) -> str:
+    def _not_own(self, stream: str) -> str:
+        """What is wrong with the use of a stream by the present caller, empty if nothing."""
+        return "" if self.owners.get(stream) == caller() else f"stream {stream!r:.40} is not its own"
+
+    def _opening_problem(self, size: int, seed: int, rank: Any, pulls: Sequence[Sequence[float]]) -> str:
+        """What is wrong with a stream that begins, empty if nothing."""
+        if type(size) is not int or size != self.size:
+            return f"{size!r:.40} environments, not {self.size}"
+        if type(seed) is not int or not 0 <= seed < 1 << 32:
+            return f"seed {seed!r:.40}"
+        if problem := unlike(rank, [[], "float32"], size, "rank"):
+            return problem
+        if not ((rank >= 0) & (rank <= 1)).all():
+            return f"ranks {rank!r:.80}"
+        if not all(
+            len(pull) == 2 and all(type(part) in (int, float) and isfinite(part) for part in pull) for pull in pulls
+        ):
+            return "pulls that are not pairs of numbers"
+        return ""
+
+    def _problem(self, number: int, what: str, tree: Mapping[str, Any]) -> str:
         """What is wrong with a request, empty if nothing."""
         if what not in ("act", "score") or not isinstance(tree, Mapping):
             return f"{what!r:.40} is neither act nor score"
         if not (isinstance(number, int) and 0 <= number < FAR):
             return f"number {number!r:.40}"
-        if what == "score":
-            return next(iter(not_finite({key: value for key, value in tree.items() if key != "record"})), "")
-        if {*tree} != {"observation", "reward", "discount", "first"}:
-            return f"a step has {', '.join(sorted(tree))[:80]}, not discount, first, observation, reward"
-        size = self.streams[stream]["size"]
-        for name, leaf in flat({"observation": tree["observation"]}):
-            shape, kind = self.shapes.get(name, ((), ""))
-            if leaf.shape != (size, *shape) or str(leaf.dtype) != kind:
-                return f"{name} is {leaf.shape} of {leaf.dtype}, not {(size, *shape)} of {kind or 'nothing known'}"
-        if len([*leaves(tree["observation"])]) != len(self.shapes):
-            return "its observation is not whole"
-        for name, kinds in (("reward", "f"), ("discount", "f"), ("first", "b")):
-            if tree[name].shape != (size,) or tree[name].dtype.kind not in kinds:
-                return f"{name} is {tree[name].shape} of {tree[name].dtype}"
-        return next(iter(not_finite(tree)), "")
+        if what == "act":
+            return unlike(tree, self.shapes, self.size) or next(iter(not_finite(tree)), "")
+        if not isinstance(tree.get("record"), Mapping) or "version" not in tree:
+            return f"items have {', '.join(sorted(tree))[:80]}, and not a record and version"
+        return items_problem(tree, None, self.choices)
 
     # What the inference worker calls, which lives here.
 
@@ -127,11 +148,13 @@ class Requests:
         return taken
 
     def give(self, stream: str, request: Mapping[str, Any], answer: dict[str, Any]) -> None:
-        """Answer a request, unless its stream began again meanwhile."""
+        """Answer a request, or say under `problem` why it cannot be, unless its stream began again meanwhile."""
         if (known := self.streams.get(stream)) is not None and known["life"] == request["life"]:
-            self.answers[stream] = self._answered(request, answer)
+            self.answers[stream] = self._answered(stream, request, answer)
 
-    def _answered(self, request: Mapping[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+    def _answered(self, stream: str, request: Mapping[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+        if "problem" in answer:
+            answer = {"refused": self.refusals.add("a request", answer["problem"], self.owners[stream])}
         self.answered += 1
         self.latencies.append(time.monotonic() - request["since"])
         return {**answer, "number": request["number"]}
@@ -151,3 +174,19 @@ class Requests:
     def refused(self) -> list[str]:
         """What was refused since the last call, in words."""
         return self.refusals.drain()
+
+
+def unlike(tree: Any, shapes: Any, size: int, name: str = "") -> str:
+    """In what a tree of arrays for `size` environments differs from its shapes, empty if in nothing."""
+    if isinstance(shapes, Mapping):
+        if not isinstance(tree, Mapping) or {*tree} != {*shapes}:
+            has = ", ".join(sorted(tree))[:80] if isinstance(tree, Mapping) else "no names"
+            return f"{name or 'a step'} has {has}, not {', '.join(sorted(shapes))}"
+        parts = (unlike(tree[key], shapes[key], size, f"{name}.{key}".strip(".")) for key in shapes)
+        return next(filter(None, parts), "")
+    shape, kind = (size, *shapes[0]), shapes[1]
+    if not isinstance(tree, np.ndarray):
+        return f"{name} is no array"
+    if tree.shape != shape or str(tree.dtype) != kind:
+        return f"{name} is {tree.shape} of {tree.dtype}, not {shape} of {kind}"
+    return ""

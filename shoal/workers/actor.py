@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from shoal.core.settings import at
 from shoal.core.types import Array, Store, Work
 from shoal.envs import Envs, make
 from shoal.workers.follower import Follower
-from shoal.workers.inference import Asking, Distant
+from shoal.workers.inference import RemoteActing, RemotePolicy
 from shoal.workers.model import first_priorities
 from shoal.workers.rollout import Rollout, Stream
 from shoal.workers.sharding import stored
@@ -50,7 +50,7 @@ def act(
     """
     torch.set_num_threads(1)  # the other cores belong to the other workers
     own = int(np.random.randint(2**31))
-    policy: Follower | Distant | None = None if requests is None else Distant(requests)
+    policy: Follower | RemotePolicy | None = None if requests is None else RemotePolicy(requests)
     while True:
         stage = journal.stage() if experiment.curriculum else 0
         root = derive(own, "stage", stage) if stage else own
@@ -62,15 +62,15 @@ def act(
                 seed_everything(derive(root, period, "choices"))
             while policy.version < 0 and not policy.follow(parameters):
                 yield False
-            pulls = journal.pulls() if isinstance(experiment.algorithm, HasChoices) else ()
-            hand: Own | Asking
-            if isinstance(policy, Distant):
+            pulls = journal.pulls if isinstance(experiment.algorithm, HasChoices) else list
+            acting: Acting
+            if isinstance(policy, RemotePolicy):
                 streams = [Stream(experiment, index, envs, part, len(groups)) for part, envs in enumerate(groups)]
                 seed = derive(root, period, "choices") if experiment.lockstep else int(np.random.randint(2**31))
-                hand = Asking(policy.requests, index, streams, seed)
+                acting = RemoteActing(policy.requests, index, streams, seed, pulls)
             else:
-                hand = Own(experiment, index, groups[0], policy, pulls)
-            yield from fill(experiment, index, stage, hand, policy, store, parameters, journal)
+                acting = LocalActing(experiment, index, groups[0], policy, pulls())
+            yield from fill(experiment, index, stage, acting, policy, store, parameters, journal)
         finally:
             for envs in groups:
                 envs.close()
@@ -93,7 +93,23 @@ def make_groups(experiment: Experiment, stage: int, seed: int) -> list[Envs]:
     return groups
 
 
-class Own:
+class Acting(Protocol):
+    """Environments under a policy, wherever its network is."""
+
+    def collect(self) -> Generator[bool, None, Items]:
+        """Act until there are items to send."""
+        ...
+
+    def priorities(self, items: Items) -> Generator[bool, None, Array]:
+        """The first priorities of items."""
+        ...
+
+    def report(self, journal: Journal) -> None:
+        """Report finished episodes, faults, and the algorithm's choices to the journal."""
+        ...
+
+
+class LocalActing:
     """Acting with a network of the actor's own."""
 
     def __init__(
@@ -126,8 +142,8 @@ def fill(
     experiment: Experiment,
     index: int,
     stage: int,
-    hand: Own | Asking,
-    policy: Follower | Distant,
+    acting: Acting,
+    policy: Follower | RemotePolicy,
     store: Store,
     parameters: Parameters,
     journal: Journal,
@@ -149,13 +165,13 @@ def fill(
             if over():
                 return
             policy.follow(parameters)
-        items = yield from hand.collect()
-        priority = (yield from hand.priorities(items)) if experiment.actor_priorities else None
+        items = yield from acting.collect()
+        priority = (yield from acting.priorities(items)) if experiment.actor_priorities else None
         while not stored(store, items, priority, index, sharded):
             yield False
             if over():
                 return
-        hand.report(journal)
+        acting.report(journal)
         puts += 1
         yield True
         if over():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from shoal.envs import spec_of
 from shoal.workers.follower import Follower
 from shoal.workers.graph import drawing
 from shoal.workers.model import first_priorities
+from shoal.workers.packing import joined
 from shoal.workers.rollout import Stream, first_carry
 
 if TYPE_CHECKING:
@@ -36,15 +38,14 @@ REPORTS = 1.0  # seconds between two reports of latency and of what was refused
 
 @calls(
     requests=("serve", "take", "give", "refused", "status"),
-    parameters=("fetch", "status"),
-    journal=("pulls", "report", "measured"),
+    parameters=("fetch",),
+    journal=("report", "measured"),
 )
 def infer(experiment: Experiment, requests: Requests, parameters: Parameters, journal: Journal) -> Work:
     """Answer requests with the newest weights; one unit of work is a batch of them."""
     torch.set_num_threads(1)
     policy = Follower(experiment.algorithm, spec_of(experiment.environment), experiment.actor_device)
-    pulls = journal.pulls() if isinstance(experiment.algorithm, HasChoices) else ()
-    answers = Answers(experiment, policy, pulls)
+    answers = Answers(experiment.algorithm, policy)
     due, reported = 0.0, time.monotonic()
     while True:
         newer, now = False, time.monotonic()
@@ -79,10 +80,9 @@ def report(requests: Requests, journal: Journal) -> None:
 class Answers:
     """The network, and for each stream what its environments carry from one choice to the next."""
 
-    def __init__(self, experiment: Experiment, policy: Follower, pulls: Sequence[list[float]]) -> None:
+    def __init__(self, algorithm: Algorithm[Any], policy: Follower) -> None:
         """Know no stream yet."""
-        self.policy, self.pulls = policy, pulls
-        self.algorithm: Algorithm[Any] = experiment.algorithm
+        self.algorithm, self.policy = algorithm, policy
         self.carries: dict[str, tuple[int, Any]] = {}  # with the life of the stream that it belongs to
         self.randomness: dict[str, tuple[int, Randomness]] = {}
 
@@ -120,9 +120,17 @@ class Answers:
     def _one(self, stream: str, request: Mapping[str, Any]) -> dict[str, Any]:
         torch.set_num_threads(1)  # every time, since workers of one process share the number
         if request["what"] == "score":
-            return {"priority": first_priorities(self.algorithm, self.policy.net, request["tree"], self.policy.device)}
+            return self._score(request["tree"])
         choice = self._act(request["tree"], self._carry(stream, request), request["rank"])
         return self._answer(stream, request, choice)
+
+    def _score(self, items: Items) -> dict[str, Any]:
+        """The first priorities of items; where they do not fit the loss, `problem` says how: nobody else is to pay."""
+        try:
+            return {"priority": first_priorities(self.algorithm, self.policy.net, items, self.policy.device)}
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            return {"problem": f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"}
 
     def _carry(self, stream: str, request: Mapping[str, Any]) -> Any:
         """What a stream carries; a fresh one where it began again."""
@@ -130,7 +138,7 @@ class Answers:
         return carry if life == request["life"] else self._fresh(request)
 
     def _fresh(self, request: Mapping[str, Any]) -> Any:
-        return first_carry(self.algorithm, self.policy.net, request["size"], self.pulls)
+        return first_carry(self.algorithm, self.policy.net, request["size"], request["pulls"])
 
     def _act(self, tree: Mapping[str, Any], carry: Any, rank: Array) -> Act:
         device = self.policy.device
@@ -150,7 +158,7 @@ class Answers:
         }
 
 
-class Distant:
+class RemotePolicy:
     """The policy of an actor without a network: which weights the inference worker holds."""
 
     def __init__(self, requests: Requests) -> None:
@@ -170,18 +178,23 @@ class Distant:
         return True
 
 
-class Asking:
-    """The environments of an actor without a network: while one group waits for its actions, another steps."""
+class RemoteActing:
+    """Acting without a network: while one group of environments waits for its actions, another steps."""
 
-    def __init__(self, requests: Requests, index: int, streams: Sequence[Stream], seed: int) -> None:
-        """Ask for the actions of these groups."""
-        self.requests, self.streams, self.seed = requests, streams, seed
+    def __init__(
+        self,
+        requests: Requests,
+        index: int,
+        streams: Sequence[Stream],
+        seed: int,
+        pulls: Callable[[], Sequence[list[float]]],
+    ) -> None:
+        """Ask for the actions of these groups; `pulls` says what bandits know when a group begins."""
+        self.requests, self.streams, self.seed, self.pulls = requests, streams, seed, pulls
         self.names = [f"{index}/{group}" for group in range(len(streams))]
         self.numbers = [0] * len(streams)
+        self.opened: set[int] = set()
         self.choices: list[list[float]] = []
-        self.lost = 0  # answers that an inference worker took with it
-        for group in range(len(streams)):
-            self._open(group)
 
     def collect(self) -> Generator[bool, None, Items]:
         """Step every group until it has items, and return those of all."""
@@ -210,7 +223,7 @@ class Asking:
             if waited or not moved:  # every wait is one by itself: how long it takes decides how often to look
                 yield moved
             waited = not moved
-        return joined([done[group] for group in range(len(self.streams))])
+        return joined(*(done[group] for group in range(len(self.streams))))
 
     def priorities(self, items: Items) -> Generator[bool, None, Array]:
         """The first priorities of items, by the network."""
@@ -230,8 +243,10 @@ class Asking:
 
     def _open(self, group: int) -> None:
         stream = self.streams[group]
-        if problem := self.requests.open(self.names[group], stream.envs.size, self.seed, stream.rank):
+        opening = self.names[group], stream.envs.size, self.seed, stream.rank, self.pulls()
+        if problem := self.requests.open(*opening):
             raise Fatal(problem)
+        self.opened.add(group)
 
     def _ask(self, group: int, what: str, tree: Mapping[str, Any]) -> Mapping[str, Any] | None:
         return self._said(group, what, tree, "ask", self.names[group], self.numbers[group], what, tree)
@@ -242,30 +257,18 @@ class Asking:
     def _said(
         self, group: int, what: str, tree: Mapping[str, Any], method: str, *args: Any
     ) -> Mapping[str, Any] | None:
-        """What the service says; where it began again, the stream does too, and asks once more."""
+        """What the service says; where it does not know the stream, that begins there and asks once more."""
+        said: Mapping[str, Any] | bool | None = {"unknown": True}
         try:
-            said: Mapping[str, Any] | bool | None = getattr(self.requests, method)(*args)
+            if group in self.opened:
+                said = getattr(self.requests, method)(*args)
             if isinstance(said, Mapping) and "unknown" in said:
-                self.lost += 1
                 self._open(group)
                 said = self.requests.ask(self.names[group], self.numbers[group], what, tree)
-            if not isinstance(said, Mapping):
-                return None
-            if "refused" in said:
-                raise Fatal(said["refused"])
-            return said
         except ServiceLost:  # it will be there again
             return None
-
-
-def joined(parts: Sequence[Items]) -> Items:
-    """Items of several groups side by side."""
-    if len(parts) == 1:
-        return parts[0]
-    # Versions are [N]; everything else has time before the items.
-    return {
-        key: map_tree(
-            lambda *each, key=key: np.concatenate(each, int(key != "version")), *(part[key] for part in parts)
-        )
-        for key in parts[0]
-    }
+        if not isinstance(said, Mapping) or "unknown" in said:
+            return None
+        if "refused" in said:
+            raise Fatal(said["refused"])
+        return said

@@ -196,8 +196,16 @@ class Backup:
         """Undo the update."""
         if self.now:
             torch._foreach_copy_(self.now, self.before)
-        if self.stepped and len(self.now) == len([*self.net.buffers(), *self.net.parameters()]):
-            self.optimizer.state.clear()  # it began with this update
+        if not self.stepped:
+            return
+        kept = {id(part) for part in self.now}
+        captured = any(group.get("capturable") for group in self.optimizer.param_groups)
+        for parameter, values in [*self.optimizer.state.items()]:
+            begun = [part for part in values.values() if isinstance(part, torch.Tensor) and id(part) not in kept]
+            if begun and captured:  # a graph may write there by now; Adam and RMSProp begin with zeros
+                torch._foreach_zero_(begun)
+            elif begun:
+                del self.optimizer.state[parameter]
 
 
 def optimizer_step(

@@ -64,7 +64,7 @@ class Sequences:
         self._write("first", step.first, self.row, length + 1)
         full = np.flatnonzero(self.row == length)
         if len(full):
-            items = _join(items, self._emit(full))
+            items = joined(items, self._emit(full))
             self.row[full] = self.experience.overlap
             self.fresh[full] = 0
             self.restarted = full
@@ -150,7 +150,7 @@ class Transitions:
         for steps in range(self.n - 1, 0, -1):  # the episode ended at the instant before: its last observation is known
             ended = np.flatnonzero(step.first & (self.age > steps))
             if len(ended):
-                items = _join(items, self._cut(steps, self.rows[-1]["observation"], 1, ended))
+                items = joined(items, self._cut(steps, self.rows[-1]["observation"], 1, ended))
         self.age = np.where(step.first, 1, self.age + 1)
         self.rows.append({"observation": map_tree(np.copy, step.observation), "first": step.first.copy()})
         return items
@@ -199,26 +199,23 @@ class Chunk:
         self.waiting.append(map_tree(np.copy, items))  # a packer's memory is soon written again
         if sum(len(part["version"]) for part in self.waiting) < self.size:
             return None
-        # Versions are [N]; everything else has time before the items.
-        whole = {
-            key: map_tree(lambda *parts, key=key: np.concatenate(parts, int(key != "version")), *parts)
-            for key in items
-            if (parts := [part[key] for part in self.waiting])
-        }
+        whole = joined(*self.waiting)
         self.waiting.clear()
         return whole
 
 
-def _join(one: Items | None, two: Items) -> Items:
-    """Put items side by side."""
-    if one is None:
-        return two
+def joined(*parts: Items | None) -> Items:
+    """Items of several parts side by side, without those that are None."""
+    there = [part for part in parts if part is not None]
+    if len(there) == 1:
+        return there[0]
     # Versions are [N]; everything else has time before the items.
-    return {key: map_tree(_beside(0 if key == "version" else 1), one[key], two[key]) for key in one}
-
-
-def _beside(axis: int) -> Any:
-    return lambda a, b: np.concatenate([a, b], axis)
+    return {
+        key: map_tree(
+            lambda *each, axis=int(key != "version"): np.concatenate(each, axis), *(part[key] for part in there)
+        )
+        for key in there[0]
+    }
 
 
 def fresh_batch(items: Items, device: torch.device) -> Batch:

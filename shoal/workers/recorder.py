@@ -58,10 +58,12 @@ def record(
                         trace.take()
             yield False
     finally:
-        if trace is not None:
-            trace.close()
-        recorder.take(journal.drain(), last=True)
-        recorder.close()
+        try:
+            if trace is not None:
+                trace.close()
+        finally:
+            recorder.take(journal.drain(), last=True)
+            recorder.close()
 
 
 class Recorder:

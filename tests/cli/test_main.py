@@ -299,3 +299,6 @@ def test_a_run_can_be_watched_while_it_trains_and_its_page_ends_with_it(command:
     assert process.wait(seconds(30)) == 0
     with pytest.raises(urllib.error.URLError, match="refused"):
         opener.open(address, timeout=seconds(10))
+    written = (tmp_path / "run" / "log.txt").read_text()
+    assert "the page is open" in written
+    assert urlsplit(address).path not in written  # the token is for who sees the terminal

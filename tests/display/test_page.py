@@ -6,12 +6,15 @@ import http.client
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ from shoal.display.page.film import Film, Frame
 from shoal.display.page.reading import Curves, Lines
 from shoal.display.page.server import Page, Server
 from shoal.display.png import png
+from shoal.playing import frames
 from tests.pace import seconds
 
 PLAYER = """
@@ -266,6 +270,73 @@ def test_a_player_that_fails_says_why(start: Any) -> None:
     assert not isinstance(told, Frame)
     assert "ended: it sent no whole frame" in told
     film.close()
+
+
+def test_a_player_that_cannot_be_started_is_told_and_tried_again() -> None:
+    def start() -> Any:
+        raise OSError("no more processes")
+
+    film = Film(start)
+    film.look(0, 0.0)
+    film._thread.join(seconds(10))  # type: ignore[union-attr]
+    assert film.look(0, 0.0) == "the program that plays the policy ended: no more processes"
+    film.close()
+
+
+def test_a_score_that_is_no_number_is_told_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Played:
+        """Environments that reward with nonsense."""
+
+        fps, points = 12.0, [math.nan]
+
+        def render(self) -> str:
+            return "frame"
+
+        def close(self) -> None:
+            pass
+
+    state = {"filmed.return_value": Played(), "policy.return_value.path": tmp_path, "policy.return_value.steps": 5}
+    monkeypatch.setattr("shoal.run.Run", lambda run: Mock(**state))
+    monkeypatch.setattr("shoal.workers.evaluator.play", lambda *_, **__: iter([[], [], []]))
+    monkeypatch.setattr("shoal.playing.stamp", lambda path: ("", 0))
+    told = frames(tmp_path, "newest")
+    assert [facts["score"] for facts, _ in islice(told, 3)] == [0.0, None, None]
+    told.close()  # type: ignore[attr-defined]
+
+
+STUBS = """
+const fs = require("fs"), vm = require("vm");
+const node = () => new Proxy(function () {}, {
+  get: (target, name) => name in target ? target[name] : name === Symbol.toPrimitive ? () => "" : node(),
+  set: (target, name, value) => { target[name] = value; return true; },
+  apply: () => node(),
+});
+const found = {}, asked = [];
+const document = new Proxy({hidden: false}, {get: (target, name) => name === "getElementById"
+  ? id => found[id] = found[id] || node() : name in target ? target[name] : node()});
+document.hidden = false;
+async function fetch(address) {
+  asked.push(address);
+  if (address.startsWith("curves")) throw new Error("broken");
+  const body = {runs: [{name: "catch", outcome: "training"}], plays: false};
+  return {ok: true, status: 200, headers: {get: () => "tag"}, json: async () => body};
+}
+const context = vm.createContext({document, fetch, matchMedia: node(), setInterval: () => 0, setTimeout: () => 0,
+  innerHeight: 0, URL: node(), COLOURS: ["red"], flow: node(), short: String, percent: String, Chart: node(), console});
+vm.runInContext(fs.readFileSync(process.argv[2], "utf8").replace("  if (run) showRun(run);", ""), context);
+setImmediate(() => console.log(JSON.stringify([vm.runInContext("state.runs.length", context), asked,
+  found.link.textContent])));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_a_state_is_shown_although_the_curves_do_not_come(start: Any) -> None:
+    script = Path(reading.__file__).with_name("page.js")
+    process = start(["node", "-e", STUBS, str(script), str(script)], stdout=subprocess.PIPE)
+    runs, asked, link = json.loads(process.communicate()[0])
+    assert runs == 1
+    assert asked == ["state?have=", "curves?have="]
+    assert link.startswith("no connection")
 
 
 def test_a_png_holds_its_pixels(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,12 @@ import psutil
 import pytest
 
 import shoal
-from shoal.core.errors import SettingsError, ShoalError, WireError
+from shoal.core.errors import ServiceLost, SettingsError, ShoalError, WireError
+from shoal.core.spans import Spans
 from shoal.core.wire import sendable
 from shoal.engines import Options, make
 from shoal.engines.options import Room
-from shoal.engines.ray import request, role_of
+from shoal.engines.ray import AGAIN, CLOCK, Ray, request, role_of
 from shoal.services.parameters import Parameters
 from tests.engines import programs
 from tests.engines.simulated import Simulated
@@ -180,6 +182,46 @@ def test_when_a_host_dies_everyone_begins_again(build: Any) -> None:
     assert [engine.report()[name]["restarts"] for name in ("host", "caller", "last")] == [1, 1, 1]
     while not shelf.get("caller"):  # the new one has a new shelf
         engine.listen(0.05)
+
+
+def test_a_machine_that_does_not_say_what_its_clock_shows_is_not_waited_for_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine: Any = object.__new__(Ray)
+    engine.options = Options()
+    engine.node, engine.nodes, engine.ahead, engine.asking = (
+        "a" * 56,
+        {"one": "host a1b2c3", "two": "host aaaaaa"},
+        {},
+        {},
+    )
+    engine.handles = {"one": SimpleNamespace(clock=SimpleNamespace(remote=lambda: "question"))}
+    asked, now, answers = list[float](), [1000.0], [ServiceLost("no answer"), 10.0]
+
+    def get(reference: Any, limit: float) -> Any:
+        asked.append(limit)
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    engine._get = get
+    monkeypatch.setattr("shoal.engines.ray.time", SimpleNamespace(monotonic=lambda: now[0]))
+    errors, spans = SimpleNamespace(GetTimeoutError=TimeoutError, RayError=OSError), Spans(10)
+    spans.add("step", 1.0, 2.0)
+    chunk = spans.drain()
+    assert chunk is not None
+    monkeypatch.setattr(engine, "_ask", lambda *_: None)
+    for _ in range(5):
+        state = {"number": 1, "node": "host a1b2c3", "spans": chunk, "failure": ""}
+        engine.ray = SimpleNamespace(get=lambda *_, state=state, **__: state, exceptions=errors)
+        heard = engine._hear("one", "beat", None)["spans"]
+        assert (len(heard["which"]), heard["left_out"]) == (0, 1)
+    assert asked == [CLOCK]
+    assert engine._ahead("two") == 0.0  # of this machine
+    now[0] += AGAIN
+    assert engine._ahead("one") == engine._ahead("one") == 990.0 + AGAIN
+    assert len(asked) == 2
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ import shoal
 from shoal.core.errors import Refused
 from shoal.core.spans import CHUNKS, Chunk, Spans, keep
 from shoal.engines.messages import read_spans
-from shoal.runs.trace import Trace
+from shoal.runs.trace import END, Trace
 from tests.pace import long
 
 SMALL = {"steps": 3000, "actors": 2, "threads": 1, "evaluation.target": None, "evaluation.episodes": 2}
@@ -63,6 +63,11 @@ def test_a_run_leaves_a_trace_of_every_worker(hosted: Any, engine: str, tmp_path
     assert max(end for _, _, end in found["actor-0"]) > min(learning)  # by one clock
 
 
+def test_a_trace_says_up_to_when_it_goes(tmp_path: Path) -> None:
+    Trace(tmp_path / "trace.json", list).close()
+    assert [event["args"]["labels"] for event in json.loads((tmp_path / "trace.json").read_text())[1:]] == [END]
+
+
 def test_a_run_that_nobody_wants_to_trace_leaves_none(tmp_path: Path) -> None:
     shoal.train("impala_cartpole", tmp_path / "run", engine="inline", **{**SMALL, "steps": 300})
     assert not [*(tmp_path / "run").glob("trace*")]
@@ -90,7 +95,7 @@ def test_spans_beyond_the_limit_are_left_out_and_counted(tmp_path: Path) -> None
     assert json.loads(cut + "]")  # as a run that was killed leaves it
     trace.close()
     assert len(tracks(tmp_path / "trace.json")["actor"]) == 3
-    assert "3 of actor" in (tmp_path / "trace.json").read_text()
+    assert f"{END}; spans were left out: 3 of actor" in (tmp_path / "trace.json").read_text()
 
 
 def test_what_nobody_takes_is_left_out_and_counted() -> None:

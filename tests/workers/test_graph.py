@@ -132,11 +132,19 @@ class Quiet:
         """Take nothing."""
 
 
-@pytest.mark.parametrize("algorithm", [Dqn(**FALLING), Dqn(**FALLING | NORMALISED)])
+@pytest.mark.parametrize(
+    ("algorithm", "pieces"),
+    [
+        (Dqn(**FALLING), 1),
+        (Dqn(**FALLING | NORMALISED), 1),
+        *((one, 6) for one in (ACTOR_CRITICS[0], ACTOR_CRITICS[3])),
+    ],
+)
 @pytest.mark.parametrize("when", [0, 1, WARM, 10])
-def test_an_update_that_makes_no_sense_is_taken_back(algorithm: Any, when: int) -> None:
+def test_an_update_that_makes_no_sense_is_taken_back(algorithm: Any, pieces: int, when: int) -> None:
+    """With several pieces, a graph is captured within the first update."""
     torch.manual_seed(0)
-    given = batches(20)
+    given = batches(20, length=1 if pieces == 1 else 5)
     spoiled = given[when]._replace(reward=given[when].reward * float("nan"))
     one = Model(algorithm, SPEC, torch.device("cuda"))
     other = Model(algorithm, SPEC, torch.device("cuda"))
@@ -145,8 +153,9 @@ def test_an_update_that_makes_no_sense_is_taken_back(algorithm: Any, when: int) 
     for index, batch in enumerate(given):
         if index == when:
             priority, count, metrics = one.update(algorithm, spoiled, index)
-            assert (priority, count, metrics) == (None, 0, {"skipped": 1.0})
+            assert (priority, count, metrics) == (None, 0, {"skipped": pieces})
         for model in (one, other):
+            torch.manual_seed(index)  # for the shuffles
             model.update(algorithm, batch, index)
     for ours, theirs in zip(one.net.state_dict().values(), other.net.state_dict().values(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)

@@ -12,9 +12,10 @@ import pytest
 
 from shoal.display import console
 from shoal.runs import directory, files, loggers, metrics
+from shoal.runs.trace import Trace
 from shoal.services.journal import Journal
 from shoal.workers import recorder
-from shoal.workers.recorder import Recorder, shares
+from shoal.workers.recorder import Recorder, record, shares
 
 
 @pytest.fixture
@@ -155,6 +156,25 @@ def test_a_learner_that_went_back_leaves_a_straight_record(
         recorder.take(journal.drain())
     assert [row["steps"] for row in metrics.read(tmp_path)] == [100, 150, 250]
     assert min(view["steps_per_s"] for view in watched.views) >= 0
+
+
+def test_a_trace_that_cannot_be_closed_costs_no_metrics(
+    tmp_path: Path, clock: list[float], watched: Watcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def source() -> Any:
+        if broken:
+            raise RuntimeError("no spans")
+        return []
+
+    broken, journal = list[bool](), Journal()
+    work = record(EXPERIMENT, tmp_path, 0, journal, dict, Trace(tmp_path / "trace.json", source))  # type: ignore[arg-type]
+    next(work)
+    journal.learned(10, 1, {"loss": 1.0})
+    broken.append(True)
+    with pytest.raises(RuntimeError, match="no spans"):
+        work.close()
+    assert [row["steps"] for row in metrics.read(tmp_path)] == [10]
+    assert watched.views[-1] == "closed"
 
 
 def test_shares_are_of_the_time_since_the_report_before() -> None:

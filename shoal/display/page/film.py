@@ -76,13 +76,13 @@ class Film:
 
     def _run(self) -> None:
         """Ask for frames while somebody looks, and end the process when nobody has for long."""
-        problem, number = "", 0
-        process = self._start()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with self._news:
-            self._process = process
+        problem, number, process = "", 0, None
         try:
+            process = self._start()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            with self._news:
+                self._process = process
             while self._wanted():
                 process.stdin.write(b".")
                 process.stdin.flush()
@@ -97,7 +97,8 @@ class Film:
         except (OSError, ValueError) as error:
             problem = "" if self._closed else f"the program that plays the policy ended: {error}"
         finally:
-            end(process)
+            if process is not None:
+                end(process)
             with self._news:
                 self._process = self._frame = None
                 self._problem, self._failed = problem, time.monotonic()

@@ -22,15 +22,17 @@ async function ask(what) {
   const answer = await fetch(`${what}?have=${tags[what]}`, {cache: "no-store"});
   if (!answer.ok) throw new Error(answer.status);
   if (answer.status === 204) return null;
+  const found = await answer.json();
   tags[what] = answer.headers.get("ETag");
-  return answer.json();
+  return found;
 }
 
 async function refresh() {
   if (document.hidden) return;
   try {
-    const newer = await ask("state"), drawn = await ask("curves");
+    const newer = await ask("state");
     if (newer) { state = newer; showState(); }
+    const drawn = await ask("curves");
     if (drawn) { curves = drawn; showCurves(); }
     byId("link").textContent = "";
   } catch (error) {

@@ -130,10 +130,12 @@ class Thinned:
             self.points.append({})
             self._filled = 0
         self._filled += 1
+        point = self.points[-1]
         for name, value in numbers.items():
             if (known := number(value)) is not None and (name in self.names or len(self.names) < NAMES):
                 self.names[name] = None
-                self.points[-1] = merged(self.points[-1], {name: (known, 1)})
+                total, count = point.get(name, (0.0, 0))
+                point[name] = total + known, count + 1
 
     def columns(self) -> dict[str, list[float | None]]:
         """The means by name, None where a point has none."""

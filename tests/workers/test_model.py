@@ -1,0 +1,57 @@
+"""The model: an update that was not finite is taken back."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.nets.optimizers import make_optimizer
+from shoal.workers.model import Backup
+
+
+def step(net: nn.Module, optimizer: Any, scale: float) -> None:
+    """A step down the gradient of a made-up loss."""
+    optimizer.zero_grad()
+    (scale * net(torch.ones(2, 3)).square().sum()).backward()
+    optimizer.step()
+
+
+def tensors(optimizer: Any) -> list[torch.Tensor]:
+    return [value for values in optimizer.state.values() for value in values.values()]
+
+
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize(
+    ("rule", "more"), [("adam", {}), ("rmsprop", {}), ("rmsprop", {"momentum": 0.9, "centered": True})]
+)
+def test_steps_that_are_taken_back_leave_no_trace(rule: str, more: dict[str, Any], before: int, captured: bool) -> None:
+    """As on a GPU, where steps are taken before anybody asks whether they are finite."""
+    torch.manual_seed(0)
+    one = nn.Linear(3, 2)
+    other = copy.deepcopy(one)
+    optimizers = [make_optimizer(rule, net, 1e-2, 1e-8, **more) for net in (one, other)]
+    optimizers[0].param_groups[0]["capturable"] = captured
+    backup = Backup(one, optimizers[0])
+    backup.stepped = True
+    for _ in range(before):
+        step(one, optimizers[0], 1.0)
+        step(other, optimizers[1], 1.0)
+    backup.keep()
+    step(one, optimizers[0], 1.0)
+    step(one, optimizers[0], float("nan"))
+    held = tensors(optimizers[0])
+    backup.restore()
+    for _ in range(3):
+        step(one, optimizers[0], 1.0)
+        step(other, optimizers[1], 1.0)
+    if captured or before:  # what a graph was captured with is still what the optimizer holds
+        assert [*map(id, tensors(optimizers[0]))] == [*map(id, held)]
+    for mine, theirs in zip(tensors(optimizers[0]), tensors(optimizers[1]), strict=True):
+        assert torch.equal(mine, theirs)
+    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
