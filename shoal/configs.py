@@ -39,7 +39,7 @@ def located(config: str | Path) -> Path:
 
 def needs(name: str) -> str:
     """What the first line of an experiment says that it needs, if anything."""
-    found = re.match(r"#.*(needs shoal\[\w+\])", shipped(name).read_text(), re.IGNORECASE)
+    found = re.match(r"#.*(needs shoal\[[\w-]+\])", shipped(name).read_text(), re.IGNORECASE)
     return found[1].lower() if found else ""
 
 

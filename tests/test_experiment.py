@@ -301,6 +301,7 @@ def test_a_word_may_stand_for_an_environment_or_an_algorithm(file):
 def test_configs_say_what_they_need():
     assert configs.needs("ppo_lunarlander") == "needs shoal[box2d]"
     assert configs.needs("ppo_doorkey") == "needs shoal[minigrid]"
+    assert configs.needs("sac_swingup") == "needs shoal[dm-control]"
     assert configs.needs("ppo_cartpole") == ""
     for path in CONFIGS:  # an id of another package is one of an extra
         assert (":" in load(path).environment.id) <= bool(configs.needs(path.stem))

@@ -51,6 +51,10 @@ RL_GAMES = "[rl_games](https://github.com/Denys88/rl_games/blob/master/docs/SAC_
 JAXRL = (
     "[JAXRL](https://github.com/ikostrikov/jaxrl/tree/main/learning_curves/logs), v2, 10 seeds, entropy per number -0.5"
 )
+TD_MPC2 = (
+    "[TD-MPC2](https://github.com/nicklashansen/tdmpc2/blob/main/results/sac/cartpole-swingup.csv), 3 seeds, "
+    "each action for 2 steps"
+)
 TQC = ("algorithm.quantiles=25", "algorithm.drop=2")
 TASKS: dict[str, Task] = {
     "cartpole-ppo": Task("ppo_cartpole", "475", GYMNASIUM),
@@ -66,6 +70,7 @@ TASKS: dict[str, Task] = {
     "pendulum-fasttd3": Task("fasttd3_pendulum", "-151, TD3, 20 k steps", ZOO),
     "pendulum-d4pg": Task("d4pg_pendulum", "-151, TD3, 20 k steps", ZOO),
     "pendulum-apex": Task("apex_dpg_pendulum", "-151, TD3, 20 k steps", ZOO),
+    "swingup-sac": Task("sac_swingup", "835 ± 10, SAC, 100 k steps", TD_MPC2),
     "halfcheetah-sac": Task(
         "sac_halfcheetah", "5794 ± 461, SAC, 100 k steps; 11140 ± 665, SAC, 1 M steps", f"{JAXRL}; {RL_GAMES}"
     ),

@@ -26,8 +26,8 @@ EXTRAS = {
     "minigrid": "minigrid",
     "minatar": "minatar",
     "pybullet_envs_gymnasium": "pybullet",
-    "shimmy": "dm_control",
-    "dm_control": "dm_control",
+    "shimmy": "dm-control",
+    "dm_control": "dm-control",
 }
 # Pictures need neither a screen nor a loudspeaker, and the libraries that draw them should print nothing.
 QUIET = {"PYGAME_HIDE_SUPPORT_PROMPT": "1", "SDL_VIDEODRIVER": "dummy", "SDL_AUDIODRIVER": "dummy"}

@@ -245,7 +245,7 @@ def test_a_missing_module():
     [
         ("minigrid:MiniGrid-Empty-5x5-v0", "minigrid"),
         ("pybullet_envs_gymnasium:AntBulletEnv-v0", "pybullet"),
-        ("shimmy:dm_control/cartpole-swingup-v0", "dm_control"),
+        ("shimmy:dm_control/cartpole-swingup-v0", "dm-control"),
     ],
 )
 def test_a_missing_module_of_an_extra(monkeypatch, id, extra):
