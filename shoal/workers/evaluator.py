@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,20 +65,10 @@ def evaluate(experiment: Experiment, parameters: Parameters, journal: Journal, c
             policy.follow(parameters)
             if experiment.lockstep:  # a score depends on the weights only, not on the scores before it
                 seed_everything(derive(own, policy.steps, "choices"))
-            ended: list[Episode] = []
-            begun = time.monotonic()
             pulls = journal.pulls() if isinstance(experiment.algorithm, HasChoices) else []
-            playing = play(experiment.algorithm, policy, envs, experiment.evaluation.episodes, pulls=pulls)
-            with span("evaluate"):
-                for instant, ended in enumerate(playing, 1):
-                    if instant % PATIENCE:
-                        continue
-                    if journal.stopping() == INTERRUPTED:
-                        return
-                    if (taken := time.monotonic() - begun) > FIRST and complaint.due():
-                        journal.report(slow(experiment, taken, instant, len(ended)))
-                    if not experiment.lockstep:
-                        yield True
+            ended = yield from score(experiment, policy, envs, pulls, journal, complaint)
+            if ended is None:
+                return
             result = summarise(policy.steps, ended) | ({"stage": stage} if experiment.curriculum else {})
             journal.acted([], envs.faults())
             over = journal.evaluated(result)
@@ -94,6 +84,31 @@ def evaluate(experiment: Experiment, parameters: Parameters, journal: Journal, c
             yield True
     finally:
         close(envs)
+
+
+def score(
+    experiment: Experiment,
+    policy: Follower,
+    envs: Envs,
+    pulls: Sequence[list[float]],
+    journal: Journal,
+    complaint: Seldom,
+) -> Generator[bool, None, list[Episode] | None]:
+    """Play the episodes of a score; None: the run is interrupted."""
+    ended: list[Episode] = []
+    begun = time.monotonic()
+    playing = play(experiment.algorithm, policy, envs, experiment.evaluation.episodes, pulls=pulls)
+    with span("evaluate"):
+        for instant, ended in enumerate(playing, 1):
+            if instant % PATIENCE:
+                continue
+            if journal.stopping() == INTERRUPTED:
+                return None
+            if (taken := time.monotonic() - begun) > FIRST and complaint.due():
+                journal.report(slow(experiment, taken, instant, len(ended)))
+            if not experiment.lockstep:
+                yield True
+    return ended
 
 
 def close(envs: Envs | None) -> None:

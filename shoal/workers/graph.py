@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import torch
 from torch import nn
@@ -15,8 +16,10 @@ from shoal.core.tree import leaves, map_tree
 from shoal.core.types import Batch, Loss, Work
 
 if TYPE_CHECKING:
+    from shoal.experiment import Experiment
     from shoal.workers.model import OptimizerStep, Optimizes
 
+Given = ParamSpec("Given")
 WARM = 3  # updates before a capture, in which libraries choose kernels and the optimizer makes its state
 MOST = 4  # shapes of batches that are captured; each keeps memory of its own
 MOVING = tuple(name for name in Batch._fields if name not in ("key", "version"))  # the parts that are tensors
@@ -33,8 +36,20 @@ def drawing(device: torch.device) -> Iterator[None]:
         yield
 
 
-def beside(work: Work, device: torch.device) -> Work:
-    """Advance a worker with its GPU work in a stream of its own, so that nobody's work there waits for it."""
+def beside(work: Callable[Concatenate[Experiment, Given], Work]) -> Callable[Concatenate[Experiment, Given], Work]:
+    """Let a worker that learns do its GPU work in a stream of its own, so that nobody's work there waits for it."""
+
+    @wraps(work)
+    def aside(experiment: Experiment, /, *given: Given.args, **named: Given.kwargs) -> Work:
+        from shoal.workers.model import pick_device
+
+        yield from streamed(work(experiment, *given, **named), pick_device(experiment.device))
+
+    return aside
+
+
+def streamed(work: Work, device: torch.device) -> Work:
+    """Advance a worker with its GPU work in a stream of its own."""
     if device.type != "cuda":
         yield from work
         return

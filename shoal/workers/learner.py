@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,13 +13,13 @@ from shoal.core.doing import span
 from shoal.core.randomness import derive, seed_everything
 from shoal.core.rights import calls
 from shoal.core.settings import at, moving
-from shoal.core.types import Store, Work
+from shoal.core.types import Array, Batch, Store, Tree, Work
 from shoal.workers.graph import beside
 from shoal.workers.health import Health
 from shoal.workers.joint import Joint, Stores, unless
 from shoal.workers.model import Model, alone, pick_device
 from shoal.workers.packing import to_batch
-from shoal.workers.progress import Count, Reports, draw
+from shoal.workers.progress import Count, Progress, Reports, draw
 from shoal.workers.saving import Saver, resume
 from shoal.workers.selection import Selection
 from shoal.workers.sharding import Shards
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from shoal.services.shard import Shard
 
 
+@beside
 @calls(
     store=("status", "get", "draw", "choose", "look", "allow", "update", "settle", "restore", "refused"),
     parameters=("publish",),
@@ -53,100 +55,158 @@ def learn(
 
     Where there are several learners, this is the one that publishes, saves and reports for all.
     """
-    work = learning(experiment, store, parameters, journal, checkpoints, others, reduction)
-    yield from beside(work, pick_device(experiment.device))
-
-
-def learning(
-    experiment: Experiment,
-    store: Store | list[Shard],
-    parameters: Parameters,
-    journal: Journal,
-    checkpoints: Checkpoints,
-    others: list[Store],
-    reduction: Reduction | None,
-) -> Work:
-    """The same, wherever its GPU work goes."""
     if isinstance(store, list):
         assert experiment.replay is not None
         store = Shards(store, experiment.replay, experiment.batch_size)
-    algorithm, lockstep = experiment.algorithm, experiment.lockstep
+    lockstep = experiment.lockstep
     torch.set_num_threads(experiment.learner_threads)
     mark = int(np.random.randint(2**31))
-    model = Model(algorithm, envs.spec_of(experiment.environment), pick_device(experiment.device), lockstep)
+    model = Model(experiment.algorithm, envs.spec_of(experiment.environment), pick_device(experiment.device), lockstep)
     saved = checkpoints.load(lockstep)
     kept = Stores([store, *others]) if others else store
     now = resume(saved, model, kept, journal)
     if lockstep:
         seed_everything(derive(mark, now.period))
     saver = Saver(experiment, checkpoints, journal, kept, now.steps, None if saved is None else now.steps)
-    reports, count, health = Reports(journal, lockstep), Count(store, now.steps), Health(checkpoints, saver)
-    every = experiment.replay.publish if experiment.replay else 1
-    selection = Selection.of(experiment)
-    joint, step = None, alone(model.step)
-    if reduction is not None:
-        joint = Joint(reduction, model, experiment.learners, store if experiment.prioritized else None)
-        joint.begin(model, now)
-        step = joint.step
-    sent = parameters.publish(now.version, now.steps, now.period, False, model.weights())
+    updates = Updates(experiment, model, store, journal, now, Health(checkpoints, saver), reduction)
+    published = Published(experiment, parameters, model)
+    published.publish(now)
     if saved is None:
         saver.begin(now, model)
     yield True
-    stop, published, reported = False, now.version, 0.0
-    done = now.steps >= experiment.steps
-    while not (done or stop):
-        status = store.status()
-        tree = draw(experiment, store, now) if selection is None else selection.draw(store, model, now)
-        if (problems := status["refused"] + status.get("lost", 0)) != reported:
-            reported = problems
-            for problem in store.refused():
-                journal.report(problem)
-        if tree is None:
-            now.steps = now.steps if joint else count.begin + count.received(status)
-            done = now.steps >= experiment.steps
-            stop = reports.waiting(now)
-            yield False
+    while not updates.over:
+        if not (yield from updates.make()):
             continue
-        torch.set_num_threads(experiment.learner_threads)
-        with span("batch"):
-            batch = to_batch(tree, model.device)
-        present = at(algorithm, now.steps, experiment.steps)
-        metrics = {
-            "lag": float((now.version - batch.version).mean()),
-            **ages(store),
-            "lr": present.lr.now,
-            **moving(present),
-            "queue": status["filled"] / status["capacity"],
-            "weights_mb": sent / 1e6,
-            **(selection.metrics if selection else {}),
-        }
-        own = count.learned(status, batch)
-        if joint is not None:
-            joint.own = own
-        updating = model.updating(present, batch, now.updates, step)
-        updated = yield from unless(lambda: reports.waiting(now), updating)
-        if updated is None:
-            break
-        priority, updates, numbers = updated
-        for problem in filter(None, (model.step.news(), health.look(numbers, model.net, batch, now.updates))):
-            journal.report(problem)
-        now.steps = count.begin + (joint.steps if joint else own)
-        now.updates, now.version = now.updates + updates, now.version + 1
-        if priority is not None and experiment.prioritized and joint is None:
-            store.update(batch.key, priority)
-        done, due = now.steps >= experiment.steps, saver.due(now.steps)
-        stop = reports.learned(now, {**metrics, **numbers}, done or due)
-        if due and not done and not stop:
+        due = saver.due(now.steps)
+        updates.report(published.sent, due)
+        if due and not updates.over:
             saver.save(now, model, scheduled=True)
             if lockstep:
                 seed_everything(derive(mark, now.period))
-                published = now.version - every
-        if now.version - published >= every and not done and not stop:
-            sent = parameters.publish(now.version, now.steps, now.period, False, model.weights())
-            published = now.version
+                published.publish(now)
+        if published.due(now) and not updates.over:
+            published.publish(now)
         yield True
     saver.save(now, model, scheduled=False)
-    parameters.publish(now.version + 1, now.steps, now.period, True, model.weights())
+    published.publish(now, final=True)
+
+
+class Updates:
+    """Batches from the store become updates of the model, alone or jointly with others; the journal hears of them."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        model: Model,
+        store: Store,
+        journal: Journal,
+        now: Progress,
+        health: Health,
+        reduction: Reduction | None,
+    ) -> None:
+        """Go on from how far the model has come."""
+        self.experiment, self.model, self.store, self.now = experiment, model, store, now
+        self.journal, self.health = journal, health
+        self.reports, self.count = Reports(journal, experiment.lockstep), Count(store, now.steps)
+        self.selection = Selection.of(experiment)
+        self.joint: Joint | None = None
+        if reduction is not None:
+            self.joint = Joint(reduction, model, experiment.learners, store if experiment.prioritized else None)
+            self.joint.begin(model, now)
+        self.step = self.joint.step if self.joint else alone(model.step)
+        self.metrics: dict[str, float] = {}  # of the last one
+        self.refused = 0.0  # that the journal has heard of
+        self.stop, self.done = False, now.steps >= experiment.steps
+
+    @property
+    def over(self) -> bool:
+        """Whether there are to be no more."""
+        return self.done or self.stop
+
+    def make(self) -> Generator[bool, None, bool]:
+        """Learn from a batch; False: there was none, or the others no longer come to it."""
+        experiment, now, status = self.experiment, self.now, self.store.status()
+        tree = self._draw()
+        self._tell(status)
+        if tree is None:
+            now.steps = now.steps if self.joint else self.count.begin + self.count.received(status)
+            self.done = now.steps >= experiment.steps
+            self.stop = self.reports.waiting(now)
+            yield False
+            return False
+        torch.set_num_threads(experiment.learner_threads)
+        with span("batch"):
+            batch = to_batch(tree, self.model.device)
+        present = at(experiment.algorithm, now.steps, experiment.steps)
+        metrics = {
+            "lag": float((now.version - batch.version).mean()),
+            **ages(self.store),
+            "lr": present.lr.now,
+            **moving(present),
+            "queue": status["filled"] / status["capacity"],
+            **(self.selection.metrics if self.selection else {}),
+        }
+        own = self.count.learned(status, batch)
+        if self.joint is not None:
+            self.joint.own = own
+        updating = self.model.updating(present, batch, now.updates, self.step)
+        updated = yield from unless(lambda: self.reports.waiting(now), updating)
+        if updated is None:
+            self.stop = True
+            return False
+        self._made(batch, own, *updated)
+        self.metrics = {**metrics, **updated[2]}
+        return True
+
+    def _draw(self) -> Mapping[str, Tree] | None:
+        """The next batch; None: not enough yet."""
+        if self.selection is not None:
+            return self.selection.draw(self.store, self.model, self.now)
+        return draw(self.experiment, self.store, self.now)
+
+    def _tell(self, status: Mapping[str, float]) -> None:
+        """Have the journal hear what the store refused."""
+        if (refused := status["refused"] + status.get("lost", 0)) != self.refused:
+            self.refused = refused
+            for problem in self.store.refused():
+                self.journal.report(problem)
+
+    def _made(self, batch: Batch, own: int, priority: Array | None, updates: int, numbers: dict[str, float]) -> None:
+        """Note what came of a batch, and how far that is."""
+        now = self.now
+        for problem in (self.model.step.news(), self.health.look(numbers, self.model.net, batch, now.updates)):
+            if problem:
+                self.journal.report(problem)
+        now.steps = self.count.begin + (self.joint.steps if self.joint else own)
+        now.updates, now.version = now.updates + updates, now.version + 1
+        if priority is not None and self.experiment.prioritized and self.joint is None:
+            self.store.update(batch.key, priority)
+        self.done = now.steps >= self.experiment.steps
+
+    def report(self, sent: int, urgent: bool) -> None:
+        """Report the last update, with the bytes of weights that were sent so far."""
+        metrics = {**self.metrics, "weights_mb": sent / 1e6}
+        self.stop = self.reports.learned(self.now, metrics, self.done or urgent)
+
+
+class Published:
+    """The weights that the others hold, renewed after every so many versions."""
+
+    def __init__(self, experiment: Experiment, parameters: Parameters, model: Model) -> None:
+        """Publish nothing yet."""
+        self.parameters, self.model = parameters, model
+        self.every = experiment.replay.publish if experiment.replay else 1
+        self.version = self.sent = 0  # the newest of them, and the bytes that were sent so far
+
+    def due(self, now: Progress) -> bool:
+        """Whether it is time for newer ones."""
+        return now.version - self.version >= self.every
+
+    def publish(self, now: Progress, final: bool = False) -> None:
+        """Publish them as they are; final ones have a version of their own."""
+        weights, version = self.model.weights(), now.version + final
+        self.sent = self.parameters.publish(version, now.steps, now.period, final, weights)
+        self.version = version
 
 
 def ages(store: Store) -> dict[str, float]:
