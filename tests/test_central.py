@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 import shoal
@@ -19,6 +17,7 @@ from shoal.experiment import load
 from shoal.runs import checkpoint
 from shoal.topology import room
 from shoal.workers.rollout import Stream
+from tests.kills import killed
 from tests.pace import long
 from tests.test_engines_alike import CONFIGS, CONTINUOUS, LOCKSTEP
 
@@ -87,17 +86,8 @@ def test_who_is_killed_begins_again_and_nobody_else_does(command: Any, victim: s
                "evaluation.episodes=2", "log_every=0.1", "algorithm.network.lstm=16",
                "algorithm.network.separate=false")  # fmt: skip
     process = command("train", CONFIGS / "impala_cartpole.yaml", "--run-dir", tmp_path / "run", *changes)
-    for line in process.stderr:
-        if "lag" in line:
-            break
-    children = psutil.Process(process.pid).children(recursive=True)
-    next(child for child in children if child.name() == victim).kill()
-    _, log = process.communicate()
-    assert process.returncode == 0, log
-    assert f"{victim} was killed by SIGKILL" in log
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary, restarts, _ = killed(process, victim, tmp_path / "run")
     assert summary["steps"] >= 20_000
-    restarts = {name: worker["restarts"] for name, worker in summary["workers"].items() if "restarts" in worker}
     assert restarts.pop(victim) == 1
     assert not any(restarts.values())
 

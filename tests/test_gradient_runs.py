@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 import shoal
@@ -17,6 +16,7 @@ from shoal import engines, topology
 from shoal.core.errors import SettingsError
 from shoal.runs import checkpoint
 from shoal.training import fingerprint
+from tests.kills import killed
 from tests.pace import long
 from tests.programs import LOCAL, outcome, small
 
@@ -140,21 +140,10 @@ def test_a_killed_worker_is_replaced_and_the_run_ends_solved(command: Any, victi
         "evaluation.every=8000",
         "evaluation.target=150",
     )
-    for line in process.stderr:
-        if "lag" in line:
-            break
-    children = psutil.Process(process.pid).children(recursive=True)
-    next(child for child in children if child.name() == victim).kill()
-    _, log = process.communicate()
-    assert process.returncode == 0, log
-    assert f"{victim} was killed by SIGKILL" in log
-    summary = json.loads((run / "summary.json").read_text())
+    summary, restarts, _ = killed(process, victim, run)
     assert summary["solved"]
-    assert summary["workers"][victim]["restarts"] == 1
-    others = [
-        worker["restarts"] for name, worker in summary["workers"].items() if name != victim and "restarts" in worker
-    ]
-    assert not any(others)
+    assert restarts.pop(victim) == 1
+    assert not any(restarts.values())
 
 
 @pytest.mark.parametrize("engine", [long("inline"), "threads", long("processes")])

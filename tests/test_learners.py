@@ -18,6 +18,7 @@ import shoal
 from shoal.core.errors import SettingsError
 from shoal.experiment import load
 from shoal.runs import checkpoint
+from tests.kills import killed, worker_process
 from tests.pace import long, seconds
 from tests.programs import outcome, small
 
@@ -86,17 +87,9 @@ def test_when_a_learner_is_killed_all_go_back_to_the_same_checkpoint(command: An
     changes = ("actors=2", "envs=2", "learners=2", "algorithm.batch=8", "steps=6000", "evaluation.target=null",
                "evaluation.every=6000", "evaluation.episodes=1", "checkpoints.every=500", "log_every=0.1")  # fmt: skip
     process = command("train", CONFIGS / "impala_cartpole.yaml", "--run-dir", tmp_path / "run", *changes)
-    for line in process.stderr:
-        if "lag" in line:
-            break
-    children = psutil.Process(process.pid).children(recursive=True)
-    next(child for child in children if child.name() == victim).kill()
-    _, log = process.communicate()
-    assert process.returncode == 0, log
-    assert f"{victim} was killed by SIGKILL" in log
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary, restarts, _ = killed(process, victim, tmp_path / "run")
     assert summary["steps"] >= 6_000
-    assert [summary["workers"][name]["restarts"] for name in ("learner", "learner-1")] == [1, 1]
+    assert [restarts[name] for name in ("learner", "learner-1")] == [1, 1]
 
 
 @pytest.mark.long  # tests/workers/test_joint.py gives an update up without a run
@@ -106,7 +99,7 @@ def test_one_interrupt_ends_a_run_in_which_learners_wait_for_each_other(command:
     process = command("train", CONFIGS / "impala_cartpole.yaml", "--run-dir", tmp_path / "run", *changes)
     assert any("lag" in line for line in process.stderr)
     family = psutil.Process(process.pid).children(recursive=True)
-    next(child for child in family if child.name() == "actor-1").suspend()  # so learner-1 has nothing to bring
+    worker_process(process, "actor-1").suspend()  # so learner-1 has nothing to bring
     steps = (line.partition("step ")[2].partition(" ")[0] for line in process.stderr if "lag" in line)
     assert any(one == two for one, two in itertools.pairwise(steps))  # the leader waits, since nothing is learned
     process.send_signal(signal.SIGINT)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 import shoal
 from shoal.core.errors import SettingsError
 from shoal.runs import checkpoint
+from tests.kills import killed
 from tests.pace import long
 from tests.programs import LOCAL, outcome, small
 
@@ -187,20 +187,11 @@ def test_a_killed_shard_begins_again_empty_and_nobody_else_does(command: Any, tm
                "steps=12000", "evaluation.target=null", "evaluation.every=12000", "evaluation.episodes=2",
                "algorithm.replay.samples_per_insert=4", "algorithm.replay.alpha=0.6", "log_every=0.1")  # fmt: skip
     process = command("train", CONFIGS / "dqn_cartpole.yaml", "--run-dir", tmp_path / "run", *changes)
-    for line in process.stderr:
-        if "lag" in line:
-            break
-    children = psutil.Process(process.pid).children(recursive=True)
-    next(child for child in children if child.name() == "shard-1").kill()
-    _, log = process.communicate()
-    assert process.returncode == 0, log
-    assert "shard-1 was killed by SIGKILL" in log
+    summary, restarts, log = killed(process, "shard-1", tmp_path / "run")
     assert "shard-1 of the replay has died with" in log
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] >= 12_000
-    told = {name: worker["restarts"] for name, worker in summary["workers"].items() if "restarts" in worker}
-    assert told.pop("shard-1") == 1
-    assert not any(told.values())
+    assert restarts.pop("shard-1") == 1
+    assert not any(restarts.values())
 
 
 def test_frames_are_kept_once_on_every_engine_alike(tmp_path: Path) -> None:

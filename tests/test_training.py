@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from shoal.core.errors import ShoalError
 from shoal.runs import checkpoint
 from shoal.services.journal import Journal
 from shoal.training import fingerprint
+from tests.kills import killed, until_learning
 from tests.pace import long, seconds
 from tests.programs import LOCAL, QUICK
 
@@ -32,20 +32,6 @@ def training(command: Any, tmp_path: Path) -> Any:
     return lambda config, *words: command(
         "train", CONFIGS / config, "--run-dir", tmp_path / "run", "log_every=0.2", *words
     )
-
-
-def until_learning(process: subprocess.Popen[str]) -> None:
-    """Read the log until the learner has made progress."""
-    assert process.stderr is not None
-    for line in process.stderr:
-        if "lag" in line:
-            return
-    pytest.fail("the run ended before it learned anything")
-
-
-def worker_process(head: subprocess.Popen[str], name: str) -> psutil.Process:
-    """The process of a worker, which carries its name."""
-    return next(child for child in psutil.Process(head.pid).children(recursive=True) if child.name() == name)
 
 
 def newest(run: Path) -> Path:
@@ -189,14 +175,9 @@ def test_time_is_aligned_through_every_engine(hosted: Any, engine: str, ending: 
 
 def test_a_killed_actor_is_replaced_and_the_run_ends_solved(training: Any, tmp_path: Path) -> None:
     process = training("impala_cartpole.yaml", *EASY)
-    until_learning(process)
-    worker_process(process, "actor-0").kill()
-    _, log = process.communicate()
-    assert process.returncode == 0, log
-    assert "actor-0 was killed by SIGKILL" in log
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary, restarts, _ = killed(process, "actor-0", tmp_path / "run")
     assert summary["solved"]
-    assert summary["workers"]["actor-0"]["restarts"] == 1
+    assert restarts["actor-0"] == 1
 
 
 @pytest.mark.parametrize(("config", "engine"), [("impala", "processes"), long("ppo", "cluster")])
@@ -206,14 +187,9 @@ def test_a_killed_learner_goes_on_from_its_checkpoint(
     # On a cluster the actors live on: their weights are of a later version than the learner's, and PPO's wait for it.
     words = [f"{key}={value}" for key, value in hosted(engine).items()]
     process = training(f"{config}_cartpole.yaml", *words, "actors=2", "envs=4", "checkpoints.every=2000", *EASY)
-    until_learning(process)
-    worker_process(process, "learner").kill()
-    _, log = process.communicate()
-    assert process.returncode == 0, log
-    assert "learner was killed by SIGKILL" in log
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary, restarts, _ = killed(process, "learner", tmp_path / "run")
     assert summary["solved"]
-    assert summary["workers"]["learner"]["restarts"] == 1
+    assert restarts["learner"] == 1
     steps = [json.loads(line)["steps"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
              if '"train"' in line]  # fmt: skip
     assert steps == sorted(steps)  # what was learned twice stands there once
