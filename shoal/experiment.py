@@ -47,6 +47,7 @@ from shoal.envs.given import check_engine
 from shoal.runs import directory
 
 ENVS = 8  # environments per actor where nothing says how many are fast
+AHEAD = 4  # batches that a learner prepares ahead where nothing says how many
 
 
 class Evaluation(Settings):
@@ -203,6 +204,11 @@ class Experiment(Settings):
         ge=1,
         description="Torch threads of the learner; null: one per core if actors wait for it, else one.",
     )
+    prefetch: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        "auto",
+        description="Batches that the learner prepares ahead while it updates; auto: on a CPU, up to 4 while it waits "
+        "for them.",
+    )
     nodes: tuple[str, ...] = Field((), description="Addresses HOST:PORT of the nodes of the engine `cluster`.")
     network: Network = Field(default_factory=Network, description="How machines find and trust each other.")
     ray: Room = Field(default_factory=Room, description="What the engine `ray` requests from its cluster.")
@@ -274,6 +280,11 @@ class Experiment(Settings):
             )
         if self.shared and self.device == "cuda":
             raise ValueError("device cuda: gradient workers run on the CPU, where their network is shared")
+        if self._in_turn and self.prefetch not in ("auto", 0):
+            raise ValueError(
+                f"prefetch {self.prefetch}: with {self._in_turn}, no batch is prepared before it is needed; allowed "
+                "here: 0 or auto"
+            )
         if self.envs != "auto" or self.lockstep:  # else a number is found for which this is true
             self._fits_batch()
         return self
@@ -305,6 +316,19 @@ class Experiment(Settings):
                 f"learners {self.learners}: there are only {self.actor_count} actors, and each learner needs one: "
                 "lower learners, or raise actors"
             )
+
+    @property
+    def _in_turn(self) -> str:
+        """Why a batch must not be drawn before it is needed; empty: it may."""
+        reasons = {
+            "lockstep": self.lockstep,
+            "engine inline": self.engine == "inline",
+            f"topology {self.topology_name}": self.shared,
+            "algorithm.max_lag": self.max_lag is not None,
+            "algorithm.circular": self.circular is not None,
+            "algorithm.replay.shards": self.replay is not None and self.replay.shards > 1,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
 
     def _fits_batch(self) -> None:
         """Refuse numbers of environments from which no batch can be made."""
@@ -458,6 +482,13 @@ class Experiment(Settings):
         """Torch threads of each learner: while actors wait, their cores are free."""
         waits = self.max_lag == 0 and not self.shared
         return self.threads or (max(cores() // self.learners, 1) if waits else 1)
+
+    @property
+    def prefetched(self) -> tuple[int, int]:
+        """The least and the most batches that a learner on a CPU prepares ahead."""
+        if self.prefetch != "auto":
+            return self.prefetch, self.prefetch
+        return 0, 0 if self._in_turn else AHEAD
 
     @property
     def max_lag(self) -> int | None:

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from shoal import envs
-from shoal.core.doing import span
 from shoal.core.randomness import derive, seed_everything
 from shoal.core.rights import calls
 from shoal.core.settings import at, moving
@@ -17,10 +16,9 @@ from shoal.workers.graph import beside
 from shoal.workers.health import Health
 from shoal.workers.joint import Joint, Stores, unless
 from shoal.workers.model import Model, alone, pick_device
-from shoal.workers.packing import to_batch
-from shoal.workers.progress import Count, Reports, draw
+from shoal.workers.prefetch import Batches
+from shoal.workers.progress import Count, Reports
 from shoal.workers.saving import Saver, resume
-from shoal.workers.selection import Selection
 from shoal.workers.sharding import Shards
 
 if TYPE_CHECKING:
@@ -82,7 +80,6 @@ def learning(
     saver = Saver(experiment, checkpoints, journal, kept, now.steps, None if saved is None else now.steps)
     reports, count, health = Reports(journal, lockstep), Count(store, now.steps), Health(checkpoints, saver)
     every = experiment.replay.publish if experiment.replay else 1
-    selection = Selection.of(experiment)
     joint, step = None, alone(model.step)
     if reduction is not None:
         joint = Joint(reduction, model, experiment.learners, store if experiment.prioritized else None)
@@ -94,62 +91,54 @@ def learning(
     yield True
     stop, published, reported = False, now.version, 0.0
     done = now.steps >= experiment.steps
-    while not (done or stop):
-        status = store.status()
-        tree = draw(experiment, store, now) if selection is None else selection.draw(store, model, now)
-        if (problems := status["refused"] + status.get("lost", 0)) != reported:
-            reported = problems
-            for problem in store.refused():
+    with Batches(experiment, store, model, now) as batches:
+        while not (done or stop):
+            torch.set_num_threads(experiment.learner_threads)
+            status = store.status()
+            drawn = batches.take(now)
+            if (problems := status["refused"] + status.get("lost", 0)) != reported:
+                reported = problems
+                for problem in store.refused():
+                    journal.report(problem)
+            if drawn is None:
+                now.steps = now.steps if joint else count.begin + count.received(status)
+                done = now.steps >= experiment.steps
+                stop = reports.waiting(now)
+                yield False
+                continue
+            batch, present = drawn.batch, at(algorithm, now.steps, experiment.steps)
+            metrics = {
+                "lag": float((now.version - batch.version).mean()),
+                "lr": present.lr.now,
+                **moving(present),
+                "queue": status["filled"] / status["capacity"],
+                "weights_mb": sent / 1e6,
+                **drawn.metrics,
+            }
+            own = count.learned(status, batch)
+            if joint is not None:
+                joint.own = own
+            updating = model.updating(present, batch, now.updates, step)
+            updated = yield from unless(lambda: reports.waiting(now), updating)
+            if updated is None:
+                break
+            priority, updates, numbers = updated
+            for problem in filter(None, (model.step.news(), health.look(numbers, model.net, batch, now.updates))):
                 journal.report(problem)
-        if tree is None:
-            now.steps = now.steps if joint else count.begin + count.received(status)
-            done = now.steps >= experiment.steps
-            stop = reports.waiting(now)
-            yield False
-            continue
-        torch.set_num_threads(experiment.learner_threads)
-        with span("batch"):
-            batch = to_batch(tree, model.device)
-        present = at(algorithm, now.steps, experiment.steps)
-        metrics = {
-            "lag": float((now.version - batch.version).mean()),
-            **ages(store),
-            "lr": present.lr.now,
-            **moving(present),
-            "queue": status["filled"] / status["capacity"],
-            "weights_mb": sent / 1e6,
-            **(selection.metrics if selection else {}),
-        }
-        own = count.learned(status, batch)
-        if joint is not None:
-            joint.own = own
-        updating = model.updating(present, batch, now.updates, step)
-        updated = yield from unless(lambda: reports.waiting(now), updating)
-        if updated is None:
-            break
-        priority, updates, numbers = updated
-        for problem in filter(None, (model.step.news(), health.look(numbers, model.net, batch, now.updates))):
-            journal.report(problem)
-        now.steps = count.begin + (joint.steps if joint else own)
-        now.updates, now.version = now.updates + updates, now.version + 1
-        if priority is not None and experiment.prioritized and joint is None:
-            store.update(batch.key, priority)
-        done, due = now.steps >= experiment.steps, saver.due(now.steps)
-        stop = reports.learned(now, {**metrics, **numbers}, done or due)
-        if due and not done and not stop:
-            saver.save(now, model, scheduled=True)
-            if lockstep:
-                seed_everything(derive(mark, now.period))
-                published = now.version - every
-        if now.version - published >= every and not done and not stop:
-            sent = parameters.publish(now.version, now.steps, now.period, False, model.weights())
-            published = now.version
-        yield True
+            now.steps = count.begin + (joint.steps if joint else own)
+            now.updates, now.version = now.updates + updates, now.version + 1
+            if priority is not None and experiment.prioritized and joint is None:
+                store.update(batch.key, priority)
+            done, due = now.steps >= experiment.steps, saver.due(now.steps)
+            stop = reports.learned(now, {**metrics, **numbers}, done or due)
+            if due and not done and not stop:
+                saver.save(now, model, scheduled=True)
+                if lockstep:
+                    seed_everything(derive(mark, now.period))
+                    published = now.version - every
+            if now.version - published >= every and not done and not stop:
+                sent = parameters.publish(now.version, now.steps, now.period, False, model.weights())
+                published = now.version
+            yield True
     saver.save(now, model, scheduled=False)
     parameters.publish(now.version + 1, now.steps, now.period, True, model.weights())
-
-
-def ages(store: Store) -> dict[str, float]:
-    """How old the last batch was."""
-    status = store.status()
-    return {name: status[name] for name in ("age_of_weights", "age_of_data")}
