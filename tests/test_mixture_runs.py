@@ -98,6 +98,12 @@ def test_catch_is_learned_with_every_kind(kind: str, changes: dict[str, Any], ta
     assert shoal.train(CONFIGS / "impala_elite_catch.yaml", tmp_path / "run", **old).solved
 
 
+@pytest.mark.parametrize(("name", "target"), [("laser", 0.3), long("laser", 0.95), long("clear", 0.95)])
+def test_catch_is_learned_in_a_trust_region_and_with_cloning(name: str, target: float, tmp_path: Path) -> None:
+    config = CONFIGS / f"impala_{name}_catch.yaml"
+    assert shoal.train(config, tmp_path / "run", **{"evaluation.target": target}).solved
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("when_full", ["keep_latest", "keep_oldest", "alternate"])
 def test_catch_is_learned_though_experience_is_dropped(when_full: str, tmp_path: Path) -> None:
