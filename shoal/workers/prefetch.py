@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shoal.experiment import Experiment
 
 CPU = torch.device("cpu")
-WINDOW = 20  # batches after which the number of those prepared ahead may change by one
+WINDOW = 8  # batches after which the number of those prepared ahead may change by one
 WAITING = 0.05  # share of its time for which a learner may wait for batches before one more is prepared ahead
 WORTH = 0.02  # CPU time, as a share of a learner's time, that preparing batches must take to be worth a thread
 
