@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -40,7 +39,7 @@ from shoal.core.errors import Fatal, SettingsError, ShoalError, nearest
 from shoal.core.machine import cores
 from shoal.core.mixing import Mixing, problem_of, queue_of, shares
 from shoal.core.recipe import path_of
-from shoal.core.settings import Circling, Replaying, Schedule, Settings
+from shoal.core.settings import Circling, Replaying, Settings
 from shoal.engines import ENGINES
 from shoal.engines.options import Network, Room
 from shoal.envs import Environment, check, spec_of
@@ -48,6 +47,7 @@ from shoal.envs.given import check_engine
 from shoal.runs import directory
 
 ENVS = 8  # environments per actor where nothing says how many are fast
+AHEAD = 4  # batches that a learner prepares ahead where nothing says how many
 
 
 class Evaluation(Settings):
@@ -204,6 +204,11 @@ class Experiment(Settings):
         ge=1,
         description="Torch threads of the learner; null: one per core if actors wait for it, else one.",
     )
+    prefetch: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        "auto",
+        description="Batches that the learner prepares ahead while it updates; auto: on a CPU, up to 4 while it waits "
+        "for them.",
+    )
     nodes: tuple[str, ...] = Field((), description="Addresses HOST:PORT of the nodes of the engine `cluster`.")
     network: Network = Field(default_factory=Network, description="How machines find and trust each other.")
     ray: Room = Field(default_factory=Room, description="What the engine `ray` requests from its cluster.")
@@ -275,6 +280,11 @@ class Experiment(Settings):
             )
         if self.shared and self.device == "cuda":
             raise ValueError("device cuda: gradient workers run on the CPU, where their network is shared")
+        if self._in_turn and self.prefetch not in ("auto", 0):
+            raise ValueError(
+                f"prefetch {self.prefetch}: with {self._in_turn}, no batch is prepared before it is needed; allowed "
+                "here: 0 or auto"
+            )
         if self.envs != "auto" or self.lockstep:  # else a number is found for which this is true
             self._fits_batch()
         return self
@@ -306,6 +316,19 @@ class Experiment(Settings):
                 f"learners {self.learners}: there are only {self.actor_count} actors, and each learner needs one: "
                 "lower learners, or raise actors"
             )
+
+    @property
+    def _in_turn(self) -> str:
+        """Why a batch must not be drawn before it is needed; empty: it may."""
+        reasons = {
+            "lockstep": self.lockstep,
+            "engine inline": self.engine == "inline",
+            f"topology {self.topology_name}": self.shared,
+            "algorithm.max_lag": self.max_lag is not None,
+            "algorithm.circular": self.circular is not None,
+            "algorithm.replay.shards": self.replay is not None and self.replay.shards > 1,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
 
     def _fits_batch(self) -> None:
         """Refuse numbers of environments from which no batch can be made."""
@@ -461,6 +484,13 @@ class Experiment(Settings):
         return self.threads or (max(cores() // self.learners, 1) if waits else 1)
 
     @property
+    def prefetched(self) -> tuple[int, int]:
+        """The least and the most batches that a learner on a CPU prepares ahead."""
+        if self.prefetch != "auto":
+            return self.prefetch, self.prefetch
+        return 0, 0 if self._in_turn else AHEAD
+
+    @property
     def max_lag(self) -> int | None:
         """Most policy versions between acting and learning; 0: actors wait for the learner; None: unlimited."""
         return self.algorithm.max_lag if isinstance(self.algorithm, HasMaxLag) else None
@@ -545,52 +575,3 @@ def check_environment(experiment: Experiment) -> None:
     for number, spec in enumerate(specs, 1):
         if spec != specs[0]:
             raise SettingsError(f"curriculum: stage {number} shows or takes {spec}, but stage 1 {specs[0]}")
-
-
-def as_yaml(experiment: Experiment) -> str:
-    """The full settings as YAML, each with its description as a comment."""
-    path_of(type(experiment.algorithm))  # pydantic would hide its error in one of its own
-    return "\n".join(_lines(experiment, experiment.model_dump(mode="json"), 0)) + "\n"
-
-
-def _lines(settings: BaseModel, dumped: Mapping[str, Any], depth: int, usual: BaseModel | None = None) -> list[str]:
-    """The settings line by line; `usual` are the defaults where they are not those of the fields."""
-    lines = []
-    fields = type(settings).model_fields
-    for key, value in dumped.items():
-        comment = fields[key].description if key in fields else "The algorithm."
-        inner = getattr(settings, key, None)
-        default = getattr(usual, key, None) if usual is not None else key in fields and fields[key].default
-        if isinstance(inner, Schedule) and isinstance(default, Schedule) and default.changes and not inner.changes:
-            comment = f"{comment} Constant here; the default goes from {default.start:g} to {default.end:g}."
-        if isinstance(inner, BaseModel) and not isinstance(inner, Schedule):
-            lines += [
-                f"{'  ' * depth}{key}:  # {comment}",
-                *_lines(inner, value, depth + 1, default if isinstance(default, BaseModel) else None),
-            ]
-        else:
-            text = (
-                yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False)
-                .removesuffix("\n")
-                .removesuffix("\n...")
-            )
-            lines.append(f"{'  ' * depth}{key}: {text}  # {comment}")
-    return lines
-
-
-def schema() -> dict[str, Any]:
-    """A JSON schema of experiments, for editors."""
-    document = Experiment.model_json_schema()
-    choices: list[Any] = []
-    for name in ALGORITHMS:
-        part = find_algorithm(name).model_json_schema(ref_template="#/$defs/{model}")
-        document["$defs"] |= part.pop("$defs", {})
-        part["properties"] = {"name": {"const": name}, **part["properties"]}
-        part["required"] = ["name", *part.get("required", [])]
-        choices.append(part)
-    choices.append({"properties": {"name": {"type": "string", "pattern": ":"}}, "required": ["name"], "type": "object"})
-    document["properties"]["algorithm"] = {
-        "oneOf": choices,
-        "description": "The algorithm: `name` and its settings.",
-    }
-    return document

@@ -25,7 +25,7 @@ from shoal.core.tree import map_tree, to_numpy, to_torch
 from shoal.core.types import INTERRUPTED, Engine, Spec, Step
 from shoal.display import console
 from shoal.envs import given
-from shoal.experiment import Experiment, as_yaml, check_environment, validate
+from shoal.experiment import Experiment, check_environment, validate
 from shoal.run import Run
 from shoal.runs import checkpoint, directory, files, loggers, metrics, provenance, trace
 from shoal.runs.launching import page_of
@@ -33,6 +33,7 @@ from shoal.services.journal import Journal
 from shoal.services.replay import Replay
 from shoal.topology import replay_shape
 from shoal.workers.recorder import shares
+from shoal.writing import as_yaml
 
 log = logging.getLogger("shoal")
 SAMPLE = 64  # items whose memory is measured

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from shoal.configs import parse_overrides
-from shoal.experiment import as_yaml, load
+from shoal.experiment import load
 from shoal.runs import metrics
+from shoal.writing import as_yaml
 
 
 class Killed(BaseException):

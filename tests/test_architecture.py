@@ -133,7 +133,8 @@ def test_every_setting_is_read_somewhere() -> None:
 
 def test_every_setting_has_a_sentence() -> None:
     from shoal.core.settings import Settings
-    from shoal.experiment import Experiment, schema
+    from shoal.experiment import Experiment
+    from shoal.writing import schema
 
     schema()  # loads every algorithm
     assert Experiment

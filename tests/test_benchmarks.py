@@ -12,7 +12,20 @@ from typing import Any
 
 import pytest
 
-from shoal.bench import BENCHMARKS, advice, engines, gpu, learning, limits, page, scale, soak, tasks, training
+from shoal.bench import (
+    BENCHMARKS,
+    advice,
+    engines,
+    gpu,
+    learners,
+    learning,
+    limits,
+    page,
+    scale,
+    soak,
+    tasks,
+    training,
+)
 from shoal.bench.measuring import Effort
 from shoal.bench.tables import show
 from shoal.cli.main import main
@@ -175,6 +188,42 @@ def test_what_central_inference_took_is_kept_in_whatever_order_it_is_measured(mo
         assert row["ms_p50"] == 7.0
 
 
+def test_learners_are_measured_in_turn_and_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    rates = {(1, "0"): iter((10.0, 20.0)), (1, "2"): iter((15.0, 20.0)), (2, "0"): iter((5.0, 30.0)),
+             (2, "2"): iter((20.0, 40.0))}  # fmt: skip
+
+    def measure(config: str, seconds: float, smallest: bool, overrides: Any) -> Any:
+        asked.append((overrides["learners"], overrides["prefetch"]))
+        assert overrides["actors"] in (3, "3")
+        leader = {"worker": "learner", "cores": 0.5, "working": 0.75, "waits_most_for": "reduction.take"}
+        other = {"worker": "learner-1", "cores": 0.4, "working": 0.5, "waits_most_for": "store.get"}
+        workers = [{"worker": "head", "cores": 1.0}, *({**one, "waiting_for_it": 0.2} for one in (leader, other))]
+        found = {"workers": workers, "steps_per_s": 100.0, "batch_ms": 10.0, "return": None}
+        return {**found, "updates_per_s": next(rates[overrides["learners"], overrides["prefetch"]])}
+
+    monkeypatch.setattr(training, "measure", measure)
+    rows = [*learners.compare(["impala_cartpole"], (1, 2), ("0", "2"), 1.0, 2, {"actors": "3"})]
+    order = [(1, "0"), (1, "2"), (2, "0"), (2, "2")]
+    assert asked == [*order, *reversed(order)]
+    assert [(row["learners"], row["prefetch"]) for row in rows] == order
+    assert [(row["least_x"], row["x"], row["most_x"]) for row in rows] == [
+        (1.0, 1.0, 1.0), (1.0, 1.25, 1.5), (0.5, 1.0, 1.5), (2.0, 2.0, 2.0)]  # fmt: skip
+    first = rows[0]
+    assert (first["least_updates_per_s"], first["updates_per_s"], first["most_updates_per_s"]) == (10.0, 15.0, 20.0)
+    assert (first["learner_cpu_ms"], first["waits"], first["preparing"]) == (37.5, 0.25, pytest.approx(0.15))
+    assert first["waits_most_for"] == "reduction.take"
+    assert first["return"] is None
+
+
+def test_updates_are_counted_over_the_window_only() -> None:
+    rows = [{"seconds": 2.0 * number, "updates": number**2, "metrics": {"batch_ms": float(number)}, "return": number}
+            for number in range(6)]  # fmt: skip
+    assert training.learned(rows, 4.0) == {"updates_per_s": (25 - 9) / 4, "batch_ms": 4.0, "return": 5}
+    assert training.learned(rows, 1.0)["updates_per_s"] == 25 / 10
+    assert training.learned(rows[:1], 4.0)["updates_per_s"] == 0
+
+
 def test_seconds_to_a_score_are_those_of_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gpu, "GAMES", 2)
     changes = {"device": "cpu", "steps": 600, "evaluation.every": 300, "engine": "inline"}
@@ -255,6 +304,29 @@ def test_the_commands_print_a_table(
     assert not ended.value.code
     (row,) = map(json.loads, capsys.readouterr().out.splitlines())
     assert row.get("engine") == "inline" or row["actors"] == 1
+
+
+@pytest.mark.parametrize("words", [("1", "1"), pytest.param(("1,2", "0,auto"), marks=LONG)], ids=["one", "all"])
+def test_learners_are_compared_in_real_runs(command: Any, words: tuple[str, str]) -> None:
+    smallest = ("--smallest", "--seconds", "0.1", "--rounds", "1", "--json")
+    process = command("bench", "learners", *smallest, "--learners", words[0], "--prefetch", words[1])
+    told, problems = process.communicate(timeout=seconds(100))
+    assert process.returncode == 0, problems
+    about, *rows = map(json.loads, told.splitlines())
+    assert about["table"] == "machine"
+    assert len(rows) == len(words[0].split(",")) * len(words[1].split(","))
+    for row in rows:
+        assert row["updates_per_s"] > 0
+        assert 0 <= row["waits"] <= 1
+        assert row["preparing"] > 0
+        assert row["learner_cpu_ms"] > 0
+
+
+def test_numbers_that_are_none_are_refused_in_words(command: Any) -> None:
+    process = command("bench", "learners", "--learners", "1,x")
+    _, told = process.communicate(timeout=seconds(60))
+    assert process.returncode == 2
+    assert "--learners 1,x: give whole numbers from 1 up" in " ".join(told.split())
 
 
 def test_learning_is_held_to_published_scores(command: Any, tmp_path: Path) -> None:

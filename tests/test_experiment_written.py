@@ -21,7 +21,8 @@ from shoal.core import wire
 from shoal.core.errors import SettingsError, ShoalError
 from shoal.core.recipe import describe, rebuild
 from shoal.core.settings import Schedule
-from shoal.experiment import Experiment, as_yaml, load, schema
+from shoal.experiment import Experiment, load
+from shoal.writing import as_yaml, schema
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -26,6 +26,7 @@ from shoal.core.types import Array
 from shoal.policy import Policy
 from shoal.runs import checkpoint
 from shoal.workers.follower import Follower
+from shoal.writing import as_yaml
 from tests.pace import seconds
 
 WITHOUT = "the packages of ONNX are not installed: pip install 'shoal[onnx]'"
@@ -87,7 +88,7 @@ def make(name: str, folder: Path) -> Path:
     environment, algorithm = {**CASES, **MIXED, "ngu": ({"id": "Catch"}, {"name": "ngu", **SEQUENCES})}[name]
     experiment = shoal.configure({"environment": environment, "algorithm": algorithm, "engine": "inline"})
     folder.mkdir()
-    (folder / "config.yaml").write_text(shoal.experiment.as_yaml(experiment))
+    (folder / "config.yaml").write_text(as_yaml(experiment))
     torch.manual_seed(1)
     net = Follower(experiment.algorithm, shoal.envs.spec_of(experiment.environment), "cpu").net
     for parameter in net.parameters():  # the first policy of many networks is nearly the same everywhere

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import shoal
+from shoal.bench.training import PROGRESS
 from shoal.core.errors import SettingsError
 from shoal.runs import checkpoint
 from tests.pace import long
@@ -66,19 +67,28 @@ def test_lockstep_gives_the_same_bits_on_every_engine_and_after_a_resume(
 
 
 @pytest.mark.long
-def test_stopped_ten_times_and_resumed_it_forgets_nothing(command: Any, tmp_path: Path) -> None:
-    rare = {"evaluation": {"episodes": 2, "every": 4_000}, "checkpoints": {"every": 400}, "log_every": 0.05}
-    config = settings("elite", "alternate", engine="inline", steps=12_000, **rare)
-    run, dice = tmp_path / "run", random.Random(0)
-    for _ in range(10):
+@pytest.mark.parametrize("seed", [0])
+def test_stopped_ten_times_and_resumed_it_forgets_nothing(command: Any, seed: int, tmp_path: Path) -> None:
+    rare = {"evaluation": {"episodes": 2, "every": 2_000}, "checkpoints": {"every": 200}, "log_every": 0.05}
+    config = settings("elite", "alternate", engine="inline", steps=4_000, seed=seed, **rare)
+    run, dice, saved = tmp_path / "run", random.Random(seed), list[int]()
+    for moment in sorted(dice.sample(range(100, 3_900), 10)):
         process = start(command, tmp_path, config, run)
         assert process.stderr is not None
-        for _ in range(dice.randrange(2, 6)):
-            process.stderr.readline()
+        for line in process.stderr:
+            if (told := PROGRESS.search(line)) and int(told[1].replace(",", "")) >= moment:
+                break
         process.send_signal(dice.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
         process.communicate()
         summary = run / "summary.json"
         assert not summary.exists() or json.loads(summary.read_text())["stopped_by"] == "interrupted"
+        found = checkpoint.resumable(run, True)
+        assert found is not None
+        content = checkpoint.read(found)
+        saved.append(content["state"]["steps"])
+        assert not saved[-1] or int(content["store"]["old.counts"][1]) == ELITE["capacity"]  # items to be forgotten
+    assert saved == sorted(saved)
+    assert len({*saved}) > 5
     process = start(command, tmp_path, config, run)
     _, log = process.communicate()
     assert process.returncode == 0, log
@@ -96,6 +106,12 @@ def test_stopped_ten_times_and_resumed_it_forgets_nothing(command: Any, tmp_path
 def test_catch_is_learned_with_every_kind(kind: str, changes: dict[str, Any], target: float, tmp_path: Path) -> None:
     old = {"algorithm.mixture.old": {"kind": kind, **changes}, "evaluation.target": target}
     assert shoal.train(CONFIGS / "impala_elite_catch.yaml", tmp_path / "run", **old).solved
+
+
+@pytest.mark.parametrize(("name", "target"), [("laser", 0.3), long("laser", 0.95), long("clear", 0.95)])
+def test_catch_is_learned_in_a_trust_region_and_with_cloning(name: str, target: float, tmp_path: Path) -> None:
+    config = CONFIGS / f"impala_{name}_catch.yaml"
+    assert shoal.train(config, tmp_path / "run", **{"evaluation.target": target}).solved
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +16,7 @@ from typing import Any
 
 from shoal.bench.measuring import Row, core_seconds, library
 from shoal.core.errors import ShoalError
+from shoal.runs import metrics
 from shoal.runs.launching import launch
 
 WARMUP = 5.0  # seconds after the first update in which caches fill and queues find their level
@@ -78,8 +79,9 @@ def measure(
         try:
             found = _watch(process, launched, 0.0 if smallest else WARMUP, seconds, meter)
             process.send_signal(signal.SIGINT)
-            process.communicate(timeout=30)
+            process.communicate(timeout=120)
             summary = json.loads((Path(directory) / "summary.json").read_text())
+            found |= learned(metrics.read(Path(directory), "train"), found["window_s"])
         finally:
             process.kill()
             process.wait()
@@ -90,6 +92,19 @@ def measure(
         row = {"worker": name, "cores": used.get(worker.get("pid")), "working": worker["working"]}
         rows.append(row | {"waits_most_for": waits[0], "waiting_for_it": waits[1]})
     return found | {"workers": rows, "metrics": summary["metrics"]}
+
+
+def learned(rows: Sequence[Row], window: float) -> Row:
+    """Updates per second over the last seconds of a run, how long each waited for its batch, and the last return."""
+    since = [row for row in rows if row["seconds"] >= rows[-1]["seconds"] - window]
+    begin = since[0] if len(since) > 1 else rows[0]
+    lasted = rows[-1]["seconds"] - begin["seconds"]
+    waited = [row["metrics"]["batch_ms"] for row in since if "batch_ms" in row["metrics"]]
+    return {
+        "updates_per_s": (rows[-1]["updates"] - begin["updates"]) / lasted if lasted else 0.0,
+        "batch_ms": sum(waited) / len(waited) if waited else 0.0,
+        "return": rows[-1].get("return"),
+    }
 
 
 def _watch(

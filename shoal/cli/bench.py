@@ -147,12 +147,7 @@ def scale(
     if env not in scale.ENVIRONMENTS:
         known = scale.ENVIRONMENTS
         raise SettingsError(f"--env {env}: choose one of {', '.join(known)}{nearest(env, known)}")
-    try:
-        counts = tuple(int(part) for part in actors.split(","))
-    except ValueError:
-        counts = (0,)
-    if min(counts) < 1:
-        raise SettingsError(f"--actors {actors}: give whole numbers from 1 up, separated by commas")
+    counts = whole(actors, "--actors")
     show(f"scale: {env} on {name}", scale.measure(name, env, counts, rate, seconds, shards), json, len(counts))
 
 
@@ -247,6 +242,31 @@ def page(
 
 
 @app.command()
+def learners(
+    configs: Annotated[
+        list[str] | None, typer.Argument(help="Experiments; default: impala_cartpole.", metavar="[CONFIGS]...")
+    ] = None,
+    counts: Annotated[str, typer.Option("--learners", help="Numbers of learners, separated by commas.")] = "1,2",
+    prefetch: Annotated[str, typer.Option(help="Values of the setting prefetch, separated by commas.")] = "0,auto",
+    seconds: Seconds = 30.0,
+    rounds: Annotated[int, typer.Option(help="Times that each is measured, in turn and backwards.", min=1)] = 3,
+    change: Annotated[list[str] | None, typer.Option(help="A setting for every run, such as actors=4.")] = None,
+    smallest: Smallest = False,
+    json: Json = False,
+) -> None:
+    """Updates of one learner beside several, with batches prepared ahead and without."""
+    from shoal.bench.learners import compare
+    from shoal.bench.tables import about, show
+    from shoal.configs import parse_overrides
+
+    names, ahead, overrides = configs or ["impala_cartpole"], prefetch.split(","), parse_overrides(change or [])
+    numbers = whole(counts, "--learners")
+    show("machine", [about()], json)
+    rows = compare(names, numbers, ahead, seconds, rounds, overrides, smallest)
+    show("learners", rows, json, len(names) * len(numbers) * len(ahead))
+
+
+@app.command()
 def soak(
     names: Annotated[list[str], typer.Argument(help="Engines, one after another.", metavar="ENGINES...")],
     seconds: Annotated[float, typer.Option(help="Length of each run.", min=1)] = 1200.0,
@@ -261,6 +281,17 @@ def soak(
 
     for name in engines.chosen(names):
         show(f"soak: {name}", soak(name, seconds, out, leave), json)
+
+
+def whole(text: str, option: str) -> tuple[int, ...]:
+    """Whole numbers, as they are typed."""
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        counts = (0,)
+    if min(counts) < 1:
+        raise SettingsError(f"{option} {text}: give whole numbers from 1 up, separated by commas")
+    return counts
 
 
 def run(names: Iterable[str], json: bool, **effort: Any) -> None:

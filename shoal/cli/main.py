@@ -253,14 +253,14 @@ def config(
     schema: Annotated[bool, typer.Option("--schema", help="Print a JSON schema for editors instead.")] = False,
 ) -> None:
     """Print the full configuration of an experiment, each setting with its description."""
-    from shoal import configs, experiment
+    from shoal import configs, experiment, writing
 
     if schema:
-        typer.echo(json.dumps(experiment.schema(), indent=2))
+        typer.echo(json.dumps(writing.schema(), indent=2))
     elif file is None:
         raise SettingsError("give a YAML file, or --schema")
     else:
-        typer.echo(experiment.as_yaml(experiment.load(file, configs.parse_overrides(overrides or []))), nl=False)
+        typer.echo(writing.as_yaml(experiment.load(file, configs.parse_overrides(overrides or []))), nl=False)
 
 
 @app.command("list")

@@ -19,8 +19,8 @@ from shoal.core.rights import calls
 from shoal.core.settings import at
 from shoal.core.types import Array, Batch, Loss, Store, Work
 from shoal.workers.model import Model, Optimizes, Updated, descend, differentiated, pick_device
-from shoal.workers.packing import to_batch
-from shoal.workers.progress import Count, Progress, draw
+from shoal.workers.prefetch import Batches
+from shoal.workers.progress import Count, Progress
 from shoal.workers.saving import contents, from_contents
 
 if TYPE_CHECKING:
@@ -154,23 +154,24 @@ def assist(experiment: Experiment, store: Store, reduction: Reduction, journal: 
     if lockstep:
         seed_everything(derive(own, now.period))
     yield True
-    while True:
-        status = store.status()
-        tree = draw(experiment, store, now)
-        if status["refused"] != reported:
-            reported = status["refused"]
-            for problem in store.refused():
-                journal.report(problem)
-        if tree is None:
-            yield False
-            continue
-        torch.set_num_threads(experiment.learner_threads)
-        batch, present = to_batch(tree, model.device), at(algorithm, now.steps, experiment.steps)
-        joint.own = count.learned(status, batch)
-        _, updates, _ = yield from model.updating(present, batch, now.updates, joint.step)
-        now.steps = count.begin + joint.steps
-        now.updates, now.version = now.updates + updates, now.version + 1
-        if lockstep and now.steps - last >= experiment.checkpoint_interval:  # the leader saves a checkpoint now
-            now.period, last = now.period + 1, now.steps
-            seed_everything(derive(own, now.period))
-        yield True
+    with Batches(experiment, store, model, now) as batches:
+        while True:
+            torch.set_num_threads(experiment.learner_threads)
+            status = store.status()
+            drawn = batches.take(now)
+            if status["refused"] != reported:
+                reported = status["refused"]
+                for problem in store.refused():
+                    journal.report(problem)
+            if drawn is None:
+                yield False
+                continue
+            batch, present = drawn.batch, at(algorithm, now.steps, experiment.steps)
+            joint.own = count.learned(status, batch)
+            _, updates, _ = yield from model.updating(present, batch, now.updates, joint.step)
+            now.steps = count.begin + joint.steps
+            now.updates, now.version = now.updates + updates, now.version + 1
+            if lockstep and now.steps - last >= experiment.checkpoint_interval:  # the leader saves a checkpoint now
+                now.period, last = now.period + 1, now.steps
+                seed_everything(derive(own, now.period))
+            yield True

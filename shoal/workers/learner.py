@@ -9,19 +9,17 @@ import numpy as np
 import torch
 
 from shoal import envs
-from shoal.core.doing import span
 from shoal.core.randomness import derive, seed_everything
 from shoal.core.rights import calls
 from shoal.core.settings import at, moving
-from shoal.core.types import Array, Batch, Store, Tree, Work
+from shoal.core.types import Array, Batch, Store, Work
 from shoal.workers.graph import beside
 from shoal.workers.health import Health
 from shoal.workers.joint import Joint, Stores, unless
 from shoal.workers.model import Model, alone, pick_device
-from shoal.workers.packing import to_batch
-from shoal.workers.progress import Count, Progress, Reports, draw
+from shoal.workers.prefetch import Batches
+from shoal.workers.progress import Count, Progress, Reports
 from shoal.workers.saving import Saver, resume
-from shoal.workers.selection import Selection
 from shoal.workers.sharding import Shards
 
 if TYPE_CHECKING:
@@ -74,19 +72,20 @@ def learn(
     if saved is None:
         saver.begin(now, model)
     yield True
-    while not updates.over:
-        if not (yield from updates.make()):
-            continue
-        due = saver.due(now.steps)
-        updates.report(published.sent, due)
-        if due and not updates.over:
-            saver.save(now, model, scheduled=True)
-            if lockstep:
-                seed_everything(derive(mark, now.period))
+    with Batches(experiment, store, model, now) as batches:
+        while not updates.over:
+            if not (yield from updates.make(batches)):
+                continue
+            due = saver.due(now.steps)
+            updates.report(published.sent, due)
+            if due and not updates.over:
+                saver.save(now, model, scheduled=True)
+                if lockstep:
+                    seed_everything(derive(mark, now.period))
+                    published.publish(now)
+            if published.due(now) and not updates.over:
                 published.publish(now)
-        if published.due(now) and not updates.over:
-            published.publish(now)
-        yield True
+            yield True
     saver.save(now, model, scheduled=False)
     published.publish(now, final=True)
 
@@ -108,7 +107,6 @@ class Updates:
         self.experiment, self.model, self.store, self.now = experiment, model, store, now
         self.journal, self.health = journal, health
         self.reports, self.count = Reports(journal, experiment.lockstep), Count(store, now.steps)
-        self.selection = Selection.of(experiment)
         self.joint: Joint | None = None
         if reduction is not None:
             self.joint = Joint(reduction, model, experiment.learners, store if experiment.prioritized else None)
@@ -123,28 +121,25 @@ class Updates:
         """Whether there are to be no more."""
         return self.done or self.stop
 
-    def make(self) -> Generator[bool, None, bool]:
+    def make(self, batches: Batches) -> Generator[bool, None, bool]:
         """Learn from a batch; False: there was none, or the others no longer come to it."""
+        torch.set_num_threads(self.experiment.learner_threads)
         experiment, now, status = self.experiment, self.now, self.store.status()
-        tree = self._draw()
+        drawn = batches.take(now)
         self._tell(status)
-        if tree is None:
+        if drawn is None:
             now.steps = now.steps if self.joint else self.count.begin + self.count.received(status)
             self.done = now.steps >= experiment.steps
             self.stop = self.reports.waiting(now)
             yield False
             return False
-        torch.set_num_threads(experiment.learner_threads)
-        with span("batch"):
-            batch = to_batch(tree, self.model.device)
-        present = at(experiment.algorithm, now.steps, experiment.steps)
+        batch, present = drawn.batch, at(experiment.algorithm, now.steps, experiment.steps)
         metrics = {
             "lag": float((now.version - batch.version).mean()),
-            **ages(self.store),
             "lr": present.lr.now,
             **moving(present),
             "queue": status["filled"] / status["capacity"],
-            **(self.selection.metrics if self.selection else {}),
+            **drawn.metrics,
         }
         own = self.count.learned(status, batch)
         if self.joint is not None:
@@ -157,12 +152,6 @@ class Updates:
         self._made(batch, own, *updated)
         self.metrics = {**metrics, **updated[2]}
         return True
-
-    def _draw(self) -> Mapping[str, Tree] | None:
-        """The next batch; None: not enough yet."""
-        if self.selection is not None:
-            return self.selection.draw(self.store, self.model, self.now)
-        return draw(self.experiment, self.store, self.now)
 
     def _tell(self, status: Mapping[str, float]) -> None:
         """Have the journal hear what the store refused."""
@@ -207,9 +196,3 @@ class Published:
         weights, version = self.model.weights(), now.version + final
         self.sent = self.parameters.publish(version, now.steps, now.period, final, weights)
         self.version = version
-
-
-def ages(store: Store) -> dict[str, float]:
-    """How old the last batch was."""
-    status = store.status()
-    return {name: status[name] for name in ("age_of_weights", "age_of_data")}

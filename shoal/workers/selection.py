@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.core.algorithm import HasFeatures
 from shoal.core.mixing import BY_ITEM, Mixing, Part, ordered, shares
 from shoal.core.tree import map_tree
 from shoal.core.types import Array, Store
-from shoal.workers.model import Model
 from shoal.workers.packing import to_batch
 from shoal.workers.progress import Progress
 
@@ -76,8 +75,8 @@ class Selection:
         parts = experiment.mixture
         return cls(experiment, parts) if parts and any(part.selects for part in parts.values()) else None
 
-    def draw(self, store: Store, model: Model, now: Progress) -> dict[str, Any] | None:
-        """A batch in which each part has its share; None: too little yet."""
+    def draw(self, store: Store, net: nn.Module, device: torch.device, now: Progress) -> dict[str, Any] | None:
+        """A batch in which each part has its share, near by what this network sees; None: too little yet."""
         mixture = cast("Mixture", store)  # or a stand-in of one, as the experiment says
         wanted = {}
         for name, size in self.sizes.items():
@@ -92,13 +91,15 @@ class Selection:
         for index, name in enumerate(ordered(self.mixture)[1:], 1):
             if len(columns := np.flatnonzero(number == index)):
                 if self.mixture[name].selects:
-                    columns = self._select(name, columns, drawn, mixture, model)
+                    columns = self._select(name, columns, drawn, mixture, net, device)
                 kept.append(columns)
         batch = taken(drawn, np.concatenate(kept))
         record = {key: value for key, value in batch["record"].items() if key != "features"}
         return {key: value for key, value in batch.items() if key not in ("part", "uses")} | {"record": record}
 
-    def _select(self, name: str, columns: Array, drawn: Mapping[str, Any], store: Mixture, model: Model) -> Array:
+    def _select(
+        self, name: str, columns: Array, drawn: Mapping[str, Any], store: Mixture, net: nn.Module, device: torch.device
+    ) -> Array:
         """Of a part's candidates those to learn from; the store receives their distances."""
         part, size = self.mixture[name], self.sizes[name]
         attentive = int(part.kind == "attentive")  # its first item is the newest, and no candidate
@@ -106,10 +107,10 @@ class Selection:
         if len(candidates) <= size and part.insertion == "oldest":
             return candidates
         tree = taken(drawn, columns)
-        batch = to_batch({key: value for key, value in tree.items() if key not in ("part", "uses")}, model.device)
+        batch = to_batch({key: value for key, value in tree.items() if key not in ("part", "uses")}, device)
         assert isinstance(self.algorithm, HasFeatures)
         with torch.no_grad():
-            seen = self.algorithm.features(model.net, batch)  # [T+1, N, F]
+            seen = self.algorithm.features(net, batch)  # [T+1, N, F]
             reference = seen[-1:, :1] if attentive else batch.record["features"]
             distance = distances(part, seen[:-1, attentive:], reference, batch.mask[:, attentive:]).cpu().numpy()
         keys, uses = np.asarray(drawn["key"])[candidates], np.asarray(drawn["uses"])[candidates]

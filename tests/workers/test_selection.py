@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -154,6 +153,8 @@ def test_features_are_recorded_only_where_they_are_needed(kind: str) -> None:
 
 # --- a batch
 
+NET, CPU = torch.nn.Identity(), torch.device("cpu")
+
 
 class Looking:
     """An algorithm whose features are what it is told for each item's name, and 0 at the first step."""
@@ -180,8 +181,7 @@ def select(kind: str, seen: dict[int, float], steps: int = 0, **more: Any) -> tu
     store.put(given)
     selection = Selection(experiment, experiment.mixture)
     selection.algorithm = Looking(seen)  # type: ignore[assignment]
-    model: Any = SimpleNamespace(net=None, device=torch.device("cpu"))
-    return selection.draw(store, model, Progress(steps=steps, version=3)), selection, store
+    return selection.draw(store, NET, CPU, Progress(steps=steps, version=3)), selection, store
 
 
 STEPS = math.sqrt(2 / 3)  # the root of the mean square over three steps, of which the first is 0
@@ -206,7 +206,7 @@ def test_attentive_takes_the_nearest_to_the_newest_item() -> None:
 
 def test_strategies_count_what_was_chosen_before() -> None:
     batch, selection, store = select("elite", SEEN, strategy=3)
-    again = selection.draw(store, SimpleNamespace(net=None, device=torch.device("cpu")), Progress(version=4))  # type: ignore[arg-type]
+    again = selection.draw(store, NET, CPU, Progress(version=4))
     assert names(batch)[2:].tolist() == [5, 6]
     assert names(again)[2:].tolist() == [4, 3]
 
