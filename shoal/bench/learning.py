@@ -71,6 +71,7 @@ TASKS: dict[str, Task] = {
     "pendulum-d4pg": Task("d4pg_pendulum", "-151, TD3, 20 k steps", ZOO),
     "pendulum-apex": Task("apex_dpg_pendulum", "-151, TD3, 20 k steps", ZOO),
     "swingup-sac": Task("sac_swingup", "835 ± 10, SAC, 100 k steps", TD_MPC2),
+    "pybullet-reacher-sac": Task("sac_pybullet_reacher", "18.06, SAC, 300 k steps", ZOO),
     "halfcheetah-sac": Task(
         "sac_halfcheetah", "5794 ± 461, SAC, 100 k steps; 11140 ± 665, SAC, 1 M steps", f"{JAXRL}; {RL_GAMES}"
     ),
