@@ -66,9 +66,9 @@ def learn(
     if lockstep:
         seed_everything(derive(mark, now.period))
     saver = Saver(experiment, checkpoints, journal, kept, now.steps, None if saved is None else now.steps)
-    updates = Updates(experiment, model, store, journal, now, Health(checkpoints, saver), reduction)
     published = Published(experiment, parameters, model)
     published.publish(now)
+    updates = Updates(experiment, model, store, journal, now, Health(checkpoints, saver), reduction)
     if saved is None:
         saver.begin(now, model)
     yield True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Generator, Iterator, Mapping
+from functools import cached_property
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -94,10 +95,23 @@ class Model:
         self.every = target_every(algorithm)
         self.target = copy.deepcopy(self.net).requires_grad_(False) if self.every else self.net
         self.following = Following(self.net, self.target)
-        self.optimizer = algorithm.optimizer(self.net)
-        captured = device.type == "cuda" and isinstance(algorithm, HasCapture) and algorithm.capturable
-        self.step = Divided(Captured(optimizer_step, self.optimizer) if captured else optimizer_step, exact)
-        self.backup = Backup(self.net, self.optimizer)
+        self.algorithm, self.exact = algorithm, exact
+
+    @cached_property
+    def optimizer(self) -> Any:
+        """The optimizer, made when it is first asked for: that loads much of torch, and actors wait for weights."""
+        return self.algorithm.optimizer(self.net)
+
+    @cached_property
+    def step(self) -> Divided:
+        """How a step is taken."""
+        captured = self.device.type == "cuda" and isinstance(self.algorithm, HasCapture) and self.algorithm.capturable
+        return Divided(Captured(optimizer_step, self.optimizer) if captured else optimizer_step, self.exact)
+
+    @cached_property
+    def backup(self) -> Backup:
+        """What an update changes, to be restored."""
+        return Backup(self.net, self.optimizer)
 
     def update(self, algorithm: Algorithm[Any], batch: Batch, updates: int) -> Updated:
         """Learn from a batch, given the updates so far; return new priorities, the updates made, and metrics."""
