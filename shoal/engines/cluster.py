@@ -343,7 +343,8 @@ class Cluster(Launcher):
         for station in [*self.stations.values()]:
             yield from self._news_of(station)
         for name in [name for name in self.recipes if name not in self.places]:
-            self.recipes[name][0].started = time.monotonic()  # it waits for a node, which may take its time
+            worker = self.recipes[name][0]
+            worker.started, worker.ready = time.monotonic(), False  # it waits for a node, which may take its time
         if (name := self._asking) and (moved := self._ask_turn(self.recipes[name][0])) is not None:
             yield name, {"turned": moved}
 

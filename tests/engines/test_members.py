@@ -264,6 +264,17 @@ def test_a_node_that_describes_itself_out_of_order_is_refused(run: Run, case: st
     good.held()
 
 
+def test_a_run_whose_last_node_has_left_waits_for_another(stack: ExitStack, tmp_path: Path) -> None:
+    """Were it to count as a standstill, machines that are taken away for minutes would end the run."""
+    run = Run(stack, tmp_path, away=0.05)
+    node = run.node()
+    node.held()
+    node.session.tell("report", node.told("hold")[-1][0], {"worker": {"moves": 1}}, {}, [], {}, False)
+    until(lambda: not run.cluster.starting(), "the worker is not known to be at work")
+    node.close()
+    until(run.cluster.starting, "nobody waits for a node")
+
+
 # Asked twice, done once.
 
 
