@@ -256,7 +256,7 @@ def test_a_gpu_is_asked_for_in_words(monkeypatch: pytest.MonkeyPatch, capsys: py
 @LONG
 @pytest.mark.parametrize("engine", ["inline", "cluster/websocket"])
 def test_what_a_long_run_holds_is_measured(engine: str, tmp_path: Path) -> None:
-    rows = soak.soak(engine, 30.0, tmp_path, leave=8.0)
+    rows = soak.soak(engine, 30.0, tmp_path, leave=8.0, changes=["limits.stall=300"])
     assert {file.suffix for file in tmp_path.iterdir()} == {".json", ".log", ".png"}
     by_kind = {row["process"].rpartition(" ")[0]: row for row in rows}
     assert {"head", "page", "all"} <= set(by_kind)

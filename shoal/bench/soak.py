@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,10 +70,10 @@ def named(process: Any) -> str:
     return str(words[0].partition(".")[0] if words[0].startswith("ray::") else process.name())
 
 
-def soak(engine: str, seconds: float, out: Path, leave: float = 240.0) -> list[Row]:
+def soak(engine: str, seconds: float, out: Path, leave: float = 240.0, changes: Sequence[str] = ()) -> list[Row]:
     """Train for these seconds, and return a row for each process that lived through all of the run after warm-up."""
     file = "soak_" + engine.replace("/", "_")
-    samples, counts = run(engine, seconds, out / f"{file}.log", leave)
+    samples, counts = run(engine, seconds, out / f"{file}.log", leave, changes)
     (out / f"{file}.json").write_text(json.dumps({"samples": samples, "counts": counts}))
     settled = [(at, found) for at, found in samples if at >= WARMUP * seconds]
     names = sorted(set.intersection(*(set(found) for _, found in settled)))
@@ -97,7 +97,7 @@ def total(found: Mapping[str, Held]) -> tuple[float, ...]:
     return tuple(float(sum(parts)) for parts in zip(*found.values(), strict=True))
 
 
-def run(name: str, seconds: float, log: Path, leave: float) -> tuple[Samples, Row]:
+def run(name: str, seconds: float, log: Path, leave: float, changes: Sequence[str]) -> tuple[Samples, Row]:
     """Train with the page open and sample; returns the samples, and what was trained, seen and exchanged meanwhile."""
     samples: Samples = []
     with ExitStack() as stack:
@@ -113,7 +113,9 @@ def run(name: str, seconds: float, log: Path, leave: float) -> tuple[Samples, Ro
         else:
             words = APEX
         process = stack.enter_context(
-            started("train", words[0], f"engine={engine}", *words[1:], *ENDLESS, "--run-dir", str(place), **output)
+            started(
+                "train", words[0], f"engine={engine}", *words[1:], *ENDLESS, *changes, "--run-dir", str(place), **output
+            )
         )
         programs = {"head": library().Process(process.pid)}
         nodes = stack.enter_context(Nodes(head, link, leave, output)) if link else None

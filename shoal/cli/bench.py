@@ -272,6 +272,7 @@ def soak(
     seconds: Annotated[float, typer.Option(help="Length of each run.", min=1)] = 1200.0,
     leave: Annotated[float, typer.Option(help="On cluster: seconds after which a node leaves.", min=1)] = 240.0,
     out: Annotated[Path, typer.Option(help="Folder for the log, the samples and the plot of each run.")] = Path("."),
+    change: Annotated[list[str] | None, typer.Option(help="A setting for every run, such as actors=1.")] = None,
     json: Json = False,
 ) -> None:
     """What every process holds over a long run, and how fast it grows; the run's page is open all the while."""
@@ -280,7 +281,7 @@ def soak(
     from shoal.bench.tables import show
 
     for name in engines.chosen(names):
-        show(f"soak: {name}", soak(name, seconds, out, leave), json)
+        show(f"soak: {name}", soak(name, seconds, out, leave, change or []), json)
 
 
 def whole(text: str, option: str) -> tuple[int, ...]:
