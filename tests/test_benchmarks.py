@@ -188,6 +188,22 @@ def test_what_central_inference_took_is_kept_in_whatever_order_it_is_measured(mo
         assert row["ms_p50"] == 7.0
 
 
+@pytest.mark.parametrize("name", ["inference", "still"])
+def test_every_run_of_a_benchmark_has_settings_that_fit_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run in its middle that refused them would lose the rows before it."""
+    measured: list[Any] = []
+
+    def measure(config: str, seconds: float, smallest: bool, overrides: Any) -> Any:
+        changes = training.changes(config, smallest)
+        measured.append(load(config, {**changes, **overrides}))
+        return {"steps_per_s": 2.0, "metrics": {}, "workers": []}
+
+    monkeypatch.setattr(training, "measure", measure)
+    monkeypatch.setattr(tasks, "limits", lambda *_: {"limit": 4.0})
+    getattr(tasks, name)(Effort())
+    assert {each.env_count for each in measured} >= ({1, 8, 64} if name == "inference" else {8, 16})
+
+
 def test_learners_are_measured_in_turn_and_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     rates = {(1, "0"): iter((10.0, 20.0)), (1, "2"): iter((15.0, 20.0)), (2, "0"): iter((5.0, 30.0)),

@@ -31,6 +31,9 @@ def control(effort: Effort) -> Tables:
     return train(effort, "sac_halfcheetah", "td3_halfcheetah")
 
 
+QUEUE = 6  # batches that may wait, so that the items of 64 environments fit
+
+
 def inference(effort: Effort) -> Tables:
     """Central beside local inference with 2 actors, by the number of environments of each."""
     rows: list[Row] = []
@@ -40,7 +43,7 @@ def inference(effort: Effort) -> Tables:
         metrics: Row = {}
         for turn in range(effort.rounds):
             for way in ways[:: -1 if turn % 2 else 1]:
-                overrides = {"inference": way, "actors": 2, "envs": envs, "engine": "processes"}
+                overrides = {"inference": way, "actors": 2, "envs": envs, "engine": "processes", "queue": QUEUE}
                 found = training.measure(config, effort.seconds, effort.smallest, overrides)
                 rates[way].append(found["steps_per_s"])
                 if way == "central":
