@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from shoal.core.errors import ShoalError
+from shoal.core.machine import give_way
 from shoal.core.randomness import derive, seed_everything
 from shoal.core.types import Array
 
@@ -27,7 +28,9 @@ def main() -> None:
     sink = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what an environment prints must not get between frames
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends when whoever asks is gone
-    give_way()
+    give_way(19)
+    with suppress(AttributeError, OSError):  # only what training leaves of the processor
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     try:
         serve(Path(sys.argv[1]), sys.argv[2], sys.stdin.buffer, sink)
     except BrokenPipeError:
@@ -36,13 +39,6 @@ def main() -> None:
         send(sink, {"error": str(error)})
     except Exception as error:  # an environment may raise anything
         send(sink, {"error": f"{type(error).__name__}: {error}"})
-
-
-def give_way() -> None:
-    """Take only what training leaves of the processor."""
-    os.nice(19)
-    with suppress(AttributeError, OSError):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def serve(run: Path, which: str, source: BinaryIO, sink: BinaryIO) -> None:

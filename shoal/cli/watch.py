@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,12 +20,13 @@ def watch(
 
     The page is for this machine only; its address has a token in it. Ctrl-C ends it.
     """
+    from shoal.core.machine import give_way
     from shoal.display import advice
     from shoal.display.page.server import Page, Server
     from shoal.runs.directory import locate
 
     folders = [*dict.fromkeys(locate(run).resolve() for run in runs)]
-    os.nice(10)  # runs come first
+    give_way(10)
     page = Page(folders, advice.lines, played if play else None)
     with stopped_in_order():
         try:
@@ -50,4 +50,4 @@ def played(folder: Path, policy: str) -> subprocess.Popen[bytes]:
 
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     code = "from shoal.playing import main; main()"
-    return launch(str(folder), policy, code=code, text=False, process_group=0, **pipes)
+    return launch(str(folder), policy, code=code, text=False, start_new_session=True, **pipes)

@@ -71,3 +71,14 @@ def in_groups(name: str, root: Path = Path("/")) -> Iterator[str]:
                 if folder.is_relative_to(top):
                     with suppress(OSError):
                         yield (folder / name).read_text().strip()
+
+
+def give_way(niceness: int, root: Path = Path("/")) -> None:
+    """Let the work of others come first; in a session of its own, that of other sessions too.
+
+    Linux shares cores among sessions before it compares the niceness of processes in one (`man 7 sched`, autogroup).
+    """
+    os.nice(niceness)
+    if os.getsid(0) == os.getpid():
+        with suppress(OSError):
+            (root / "proc/self/autogroup").write_text(str(niceness))

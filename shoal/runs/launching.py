@@ -51,7 +51,7 @@ def launch(*words: str, code: str = SHOAL, text: bool = True, **options: Any) ->
 def page_of(run: Path) -> Iterator[None]:
     """Show a run in a browser, by a program of its own that ends with the block; standard error says where."""
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    process = launch("watch", str(run), code=TIED, process_group=0, **pipes)
+    process = launch("watch", str(run), code=TIED, start_new_session=True, **pipes)
     output, over = process.stdout, threading.Event()
     assert output is not None
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from shoal.core import machine
 
@@ -46,3 +50,17 @@ def test_quotas_of_the_first_version(tmp_path: Path) -> None:
 def test_without_control_groups_the_machine_is_the_limit(tmp_path: Path) -> None:
     assert machine.usable_cores(tmp_path) == len(os.sched_getaffinity(0))
     assert machine.available_memory(tmp_path) == machine.memory()
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_who_gives_way_does_so_to_other_sessions_where_it_leads_its_own(leads: bool, tmp_path: Path) -> None:
+    file = tmp_path / "proc/self/autogroup"
+    file.parent.mkdir(parents=True)
+    file.write_text("/autogroup-1 nice 0\n")
+    code = (
+        "import os; from pathlib import Path; from shoal.core.machine import give_way; before = os.nice(0);"
+        f"give_way(3, Path({str(tmp_path)!r})); print(os.nice(0) - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], start_new_session=leads, capture_output=True, text=True)
+    assert done.stdout == "3\n", done.stderr
+    assert file.read_text() == ("3" if leads else "/autogroup-1 nice 0\n")
