@@ -28,9 +28,6 @@ def main() -> None:
     sink = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what an environment prints must not get between frames
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends when whoever asks is gone
-    give_way(19)
-    with suppress(AttributeError, OSError):  # only what training leaves of the processor
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     try:
         serve(Path(sys.argv[1]), sys.argv[2], sys.stdin.buffer, sink)
     except BrokenPipeError:
@@ -45,12 +42,21 @@ def serve(run: Path, which: str, source: BinaryIO, sink: BinaryIO) -> None:
     """Send a frame for every byte, until there are no more; in between nothing moves."""
     from shoal.display.png import png
 
-    for facts, frame in frames(run, which):
+    for number, (facts, frame) in enumerate(frames(run, which)):
         began = time.monotonic()
         if not source.read(1):
             return
         send(sink, facts, png(frame))
+        if not number:  # not before: loading takes seconds, but minutes of what training leaves
+            idle()
         time.sleep(max(facts["seconds"] - (time.monotonic() - began), 0.0))
+
+
+def idle() -> None:
+    """Take only what training leaves of the processor from now on."""
+    give_way(19)
+    with suppress(AttributeError, OSError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def send(sink: BinaryIO, facts: Mapping[str, Any], frame: bytes = b"") -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from shoal.bench.advice import ENDLESS, status
 from shoal.bench.measuring import Row
-from shoal.bench.soak import opened, started
+from shoal.bench.soak import START, opened, started
 from shoal.display.advice import shown
 
 SETTLES = 3.0  # seconds after the page was opened or closed that do not count
@@ -35,6 +35,7 @@ def cost(configs: list[str], seconds: float, rounds: int, changes: Mapping[str, 
                             rates[False].append(rate(folder, process, seconds))
                             continue
                         with opened(folder, process) as page:
+                            page.visits.shown.wait(START)  # loading the policy is paid once, and not what is measured
                             rates[True].append(rate(folder, process, seconds))
                             looks, frames = looks + page.visits.looks, frames + page.visits.frames
         ratios = [with_page / without for with_page, without in zip(rates[True], rates[False], strict=True)]

@@ -214,6 +214,7 @@ class Visits(threading.Thread):
         found = urlsplit(address)
         self.looks = self.frames = 0
         self.problem, self._over = "", threading.Event()
+        self.shown = threading.Event()  # whether there was a frame
         self._host, self._path = found.netloc, found.path
         self.start()
 
@@ -233,12 +234,14 @@ class Visits(threading.Thread):
                 if answer.status == 200:
                     number = str(json.loads(answer.headers["X-Frame"])["number"])
                     self.frames += 1
+                    self.shown.set()
                 else:
                     self._over.wait(1.0)
         except (OSError, http.client.HTTPException, ValueError) as error:
             if not self._over.is_set():
                 self.problem = f"{type(error).__name__}: {error}"
         finally:
+            self.shown.set()  # nobody waits for what will not come
             link.close()
 
     def _ask(self, link: http.client.HTTPConnection, what: str) -> tuple[http.client.HTTPResponse, bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import math
 import os
@@ -24,7 +25,7 @@ from shoal.display.page.film import Film, Frame
 from shoal.display.page.reading import Curves, Lines
 from shoal.display.page.server import Page, Server
 from shoal.display.png import png
-from shoal.playing import frames
+from shoal.playing import frames, serve
 from tests.pace import seconds
 
 PLAYER = """
@@ -302,6 +303,15 @@ def test_a_score_that_is_no_number_is_told_as_none(tmp_path: Path, monkeypatch: 
     told = frames(tmp_path, "newest")
     assert [facts["score"] for facts, _ in islice(told, 3)] == [0.0, None, None]
     told.close()  # type: ignore[attr-defined]
+
+
+def test_a_player_gives_way_once_it_has_shown_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = io.BytesIO()
+    sent: list[int] = []
+    monkeypatch.setattr("shoal.playing.frames", lambda *_: [({"seconds": 0.0}, np.zeros((2, 2, 3), np.uint8))] * 3)
+    monkeypatch.setattr("shoal.playing.idle", lambda: sent.append(len(sink.getvalue())))
+    serve(tmp_path, "newest", io.BytesIO(b"..."), sink)
+    assert sent == [len(sink.getvalue()) // 3]
 
 
 STUBS = """
