@@ -199,9 +199,36 @@ def test_every_run_of_a_benchmark_has_settings_that_fit_together(name: str, monk
         return {"steps_per_s": 2.0, "metrics": {}, "workers": []}
 
     monkeypatch.setattr(training, "measure", measure)
-    monkeypatch.setattr(tasks, "limits", lambda *_: {"limit": 4.0})
+    monkeypatch.setattr(tasks, "limits", lambda *_: BOUND)
     getattr(tasks, name)(Effort())
     assert {each.env_count for each in measured} >= ({1, 8, 64} if name == "inference" else {8, 16})
+
+
+def test_what_costs_nothing_is_measured_beside_a_peer_that_has_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver that steps the peer's `Still` for an episode, in place of Stable-Baselines3's."""
+    (tmp_path / "sb3").symlink_to(sys.prefix)
+    (tmp_path / "sb3_train.py").write_text(
+        "import sys, json, gymnasium\n"
+        "words = dict(word[2:].split('=') for word in sys.argv[1:])\n"
+        "env, steps, over = gymnasium.make(words['env']), 0, False\n"
+        "seen, _ = env.reset()\n"
+        "while not over:\n"
+        "    seen, reward, ended, over, _ = env.step(0)\n"
+        "    steps += 1\n"
+        "    assert not (ended or reward or seen.any())\n"
+        "found = dict.fromkeys(['launch_to_first_train_s', 'rss_mb', 'pss_mb', 'processes'], 1.0)\n"
+        "print(json.dumps(found | {'steps_per_s': steps}))\n"
+    )
+    ours = {"steps_per_s": 3000.0, "first_update_s": 1.0, "pss_mb": 1.0, "metrics": {}, "workers": []}
+    monkeypatch.setattr(training, "measure", lambda *_: dict(ours))
+    monkeypatch.setattr(tasks, "limits", lambda *_: BOUND)
+    (row,) = tasks.still(Effort(peers=tmp_path))["peers"]
+    assert (row["ours"], row["steps_per_s"], row["x_steps_per_s"]) == ("ppo_cartpole", 1000, 3.0)
+
+
+BOUND = {"limit": 4.0, "environment_one_core": 8.0, "environment_all_cores": 16.0}
 
 
 def test_learners_are_measured_in_turn_and_backwards(monkeypatch: pytest.MonkeyPatch) -> None:

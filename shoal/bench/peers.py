@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import tempfile
 from pathlib import Path
@@ -10,8 +11,9 @@ from pathlib import Path
 from shoal.bench.measuring import Row
 from shoal.core.errors import ShoalError
 
-# Our config → peers on the same task: name, virtual environment, driver and its arguments.
-TRAINING = {
+Peer = tuple[str, str, list[str]]  # name, virtual environment, driver and its arguments
+# Our config → peers on the same task.
+TRAINING: dict[str, list[Peer]] = {
     "impala_pong": [
         ("Stable-Baselines3 A2C", "sb3", ["sb3_train.py", "--algo=a2c"]),
         ("Sample Factory APPO", "sf", ["sf_train.py", "--workers=2", "--envs=4", "--num_epochs=1"]),
@@ -21,6 +23,28 @@ TRAINING = {
     "sac_halfcheetah": [("Stable-Baselines3 SAC", "sb3", ["sb3_train.py", "--algo=sac", "--env=HalfCheetah-v5"])],
     "td3_halfcheetah": [("Stable-Baselines3 TD3", "sb3", ["sb3_train.py", "--algo=td3", "--env=HalfCheetah-v5"])],
 }
+STILL: dict[str, list[Peer]] = {
+    "ppo_cartpole": [
+        ("Stable-Baselines3 PPO", "sb3", ["sb3_train.py", "--algo=ppo", "--env=still:Still-v0", "--envs=8"])
+    ],
+}
+# `Still` without Shoal, in a module that drivers find.
+MODULE = """
+import gymnasium, numpy
+
+class Still(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(0.0, 1.0, (4,), numpy.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    seen = numpy.zeros(4, numpy.float32)
+
+    def reset(self, *, seed=None, options=None):
+        return self.seen, {}
+
+    def step(self, action):
+        return self.seen, 0.0, False, False, {}
+
+gymnasium.register("Still-v0", Still, max_episode_steps=1000)
+"""
 SOLVING = "Stable-Baselines3 PPO"
 
 
@@ -30,8 +54,11 @@ def drive(folder: Path, virtual: str, words: list[str]) -> Row:
     if not python.exists():
         raise ShoalError(f"{words[0]} needs {python}, which does not exist")
     with tempfile.TemporaryDirectory() as scratch:
+        (Path(scratch) / "still.py").write_text(MODULE)
         command = [str(python), *words, *([f"--dir={scratch}"] if virtual == "sf" else [])]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(
+            command, cwd=folder, env=os.environ | {"PYTHONPATH": scratch}, capture_output=True, text=True, timeout=600
+        )
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
         raise ShoalError(f"{words[0]} printed no result:\n{done.stderr[-2000:]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from statistics import median, median_low
@@ -60,37 +61,40 @@ def inference(effort: Effort) -> Tables:
 STILL: dict[str, dict[str, object]] = {
     "impala_cartpole": {},
     "impala_pong": {"environment.arguments": {"shape": [4, 84, 84]}, "envs": 16},
+    # What Stable-Baselines3 does by default with 8 environments.
+    "ppo_cartpole": {"algorithm.unroll": 2048, "algorithm.minibatches": 256},
 }
 
 
 def still(effort: Effort) -> Tables:
-    """IMPALA's networks for CartPole and Pong on an environment that costs nothing: what the loop itself can carry."""
-    tables: Tables = {"still": [], "workers": []}
-    for config, more in [*STILL.items()][: 1 if effort.smallest else 2]:
-        overrides = {"environment.id": "Still", **more}
-        bound = limits(config, min(effort.seconds, 5.0), effort.smallest, overrides)
-        found = _middle(
-            [training.measure(config, effort.seconds, effort.smallest, overrides) for _ in range(effort.rounds)]
-        )
-        workers, _ = found.pop("workers"), found.pop("metrics")
-        tables["still"].append({"config": config, **found, **bound, "x_limit": found["steps_per_s"] / bound["limit"]})
-        tables["workers"] += [{"config": config, **worker} for worker in workers]
-    return tables
+    """Networks for CartPole and Pong on an environment that costs nothing: what the loop itself can carry."""
+    chosen = [*STILL][: 1 if effort.smallest else None]
+    changes = {config: {"environment.id": "Still", **STILL[config]} for config in chosen}
+    return compare(effort, changes, peers.STILL)
 
 
 def train(effort: Effort, *configs: str) -> Tables:
-    """Training speed; a row is the round of the median rate."""
-    bounds = {config: limits(config, min(effort.seconds, 5.0), effort.smallest) for config in configs}
-    rivals = [(config, *peer) for config in configs for peer in peers.TRAINING.get(config, ()) if effort.peers]
-    found: Tables = {name: [] for name in (*configs, *(rival[1] for rival in rivals))}
+    """Training speed on the task of each config."""
+    return compare(effort, {config: {} for config in configs}, peers.TRAINING)
+
+
+def compare(
+    effort: Effort, runs: Mapping[str, Mapping[str, object]], against: Mapping[str, list[peers.Peer]]
+) -> Tables:
+    """Training speed of configs with changes, beside their limits and peers; a row is the round of the median rate."""
+    bounds = {
+        config: limits(config, min(effort.seconds, 5.0), effort.smallest, changes) for config, changes in runs.items()
+    }
+    rivals = [(config, *peer) for config in runs for peer in against.get(config, ()) if effort.peers]
+    found: Tables = {name: [] for name in (*runs, *(rival[1] for rival in rivals))}
     folder = effort.peers or Path()
     for _ in range(effort.rounds):
-        for config in configs:
-            found[config].append(training.measure(config, effort.seconds, effort.smallest))
+        for config, changes in runs.items():
+            found[config].append(training.measure(config, effort.seconds, effort.smallest, changes))
         for _, name, virtual, words in rivals:
             found[name].append(peers.train(folder, virtual, words, effort.seconds))
     tables: Tables = {"training": [], "limits": [], "workers": [], "peers": []}
-    for config in configs:
+    for config in runs:
         row = _middle(found[config])
         del row["metrics"]
         tables["workers"] += [{"config": config, **worker} for worker in row.pop("workers")]

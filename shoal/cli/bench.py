@@ -66,9 +66,11 @@ def inference(seconds: Seconds = 30.0, rounds: Rounds = 1, smallest: Smallest = 
 
 
 @app.command()
-def still(seconds: Seconds = 30.0, rounds: Rounds = 1, smallest: Smallest = False, json: Json = False) -> None:
+def still(
+    seconds: Seconds = 30.0, rounds: Rounds = 1, peers: Peers = None, smallest: Smallest = False, json: Json = False
+) -> None:
     """What the training loop itself can carry, on an environment that costs nothing."""
-    run(["still"], json, seconds=seconds, rounds=rounds, smallest=smallest)
+    run(["still"], json, seconds=seconds, rounds=rounds, peers=peers, smallest=smallest)
 
 
 @app.command()
