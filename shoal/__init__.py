@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
+
+# Torch's threads wait for each other without using a core, of which another program could make use, or the very thread
+# that they wait for. It has to be known before torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 if TYPE_CHECKING:
     from shoal.experiment import Experiment, configure

@@ -64,3 +64,19 @@ def test_who_gives_way_does_so_to_other_sessions_where_it_leads_its_own(leads: b
     done = subprocess.run([sys.executable, "-c", code], start_new_session=leads, capture_output=True, text=True)
     assert done.stdout == "3\n", done.stderr
     assert file.read_text() == ("3" if leads else "/autogroup-1 nice 0\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch comes with another OpenMP there")
+@pytest.mark.parametrize(("given", "spins"), [(None, False), ("ACTIVE", True)])
+def test_torchs_threads_do_not_spin_unless_they_are_asked_to(given: str | None, spins: bool) -> None:
+    """OpenMP prints its settings as it is loaded, which is with torch."""
+    policy = {"OMP_WAIT_POLICY": given} if given else {}
+    others = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+    code = "import shoal, torch"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=others | policy | {"OMP_DISPLAY_ENV": "verbose"},
+        capture_output=True,
+        text=True,
+    )
+    assert ("GOMP_SPINCOUNT = '0'" not in done.stderr) == spins
