@@ -5,12 +5,18 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from shoal.algorithms.dqn import Dqn
+from shoal.core.tree import map_tree
+from shoal.core.types import ActionSpec, ArraySpec, Spec
 from shoal.nets.optimizers import make_optimizer
-from shoal.workers.model import Backup
+from shoal.workers.model import Backup, Model
+from shoal.workers.saving import contents, from_contents
+from tests.algorithms.conftest import play
 
 
 def step(net: nn.Module, optimizer: Any, scale: float) -> None:
@@ -55,3 +61,19 @@ def test_steps_that_are_taken_back_leave_no_trace(rule: str, more: dict[str, Any
         assert torch.equal(mine, theirs)
     for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_a_network_of_convolutions_goes_on_from_its_checkpoint() -> None:
+    """Its weights have another memory layout than the arrays in a checkpoint."""
+    torch.manual_seed(0)
+    algorithm, spec, cpu = Dqn(), Spec(ArraySpec((2, 40, 40), "uint8"), ActionSpec(3)), torch.device("cpu")
+    one, other = Model(algorithm, spec, cpu), Model(algorithm, spec, cpu)
+    batches = [play(algorithm, one.net, spec, length=1) for _ in range(4)]
+    for update in range(4):
+        if update == 2:
+            from_contents(other, map_tree(np.ascontiguousarray, contents(one)))
+        one.update(algorithm, batches[update], update)
+        if update >= 2:
+            other.update(algorithm, batches[update], update)
+    for mine, its in zip(one.net.parameters(), other.net.parameters(), strict=True):
+        assert torch.equal(mine, its)
