@@ -29,7 +29,8 @@ def get_state() -> tuple[Any, ...]:
     """The process-wide random states, that of a GPU too once one is in use."""
     import torch
 
-    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    gpu = torch.cuda.get_rng_state() if used else None
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), gpu
 
 

@@ -273,7 +273,7 @@ class ContinuousNetwork(nn.Module):
         """Actions [N, A] of a policy that has learned; before its first update any between -1 and 1."""
         return action if self.updates > 0 else torch.rand_like(action) * 2 - 1
 
-    def observe(self, batch: Batch, every: int) -> None:
+    def observe(self, batch: Batch, every: int = 1) -> None:
         """Count an update, of which every n-th is the policy's, too; let the running moments follow what is new."""
         self.updates += 1
         self.turn = every == 1 or bool(self.updates % every == 0)  # a GPU is not asked in vain

@@ -109,7 +109,7 @@ class Captured:
             raise
         except RuntimeError as error:
             reason = error.__context__ or error  # what went wrong first: then the end of the capture fails, too
-            raise NotCaptured(str(reason).splitlines()[0]) from None
+            raise NotCaptured((str(reason) or type(reason).__name__).splitlines()[0]) from None
         return graph.replay(batch)
 
     def _aside(self, *args: Any) -> Loss:

@@ -348,7 +348,8 @@ def test_a_learning_rate_on_the_gpu_is_the_same(captured: Any, algorithm: Any) -
 def test_an_update_that_cannot_be_captured_goes_on_kernel_by_kernel(captured: Any) -> None:
     algorithm = Dqn(**VALUES)
     models = captured(algorithm, SPECS["discrete"])
-    Replayed.problem = RuntimeError("operation not permitted when stream is capturing\nand more")
+    Replayed.problem = RuntimeError("operation failed due to a previous error during capture")
+    Replayed.problem.__context__ = RuntimeError("operation not permitted when stream is capturing\nand more")
     learn(models, algorithm, SPECS["discrete"])
     assert len(Replayed.made) == 1
     assert models[0].step.step is optimizer_step
