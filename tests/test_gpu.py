@@ -54,3 +54,37 @@ def test_all_devices_of_a_run_may_differ(tmp_path: Path) -> None:
         given = {**THREADS, "device": device, "actor_device": actor_device}
         run = shoal.train("ppo_cartpole", run_dir=tmp_path / device, steps=10_000, **given)
         assert Run(run.directory).summary["steps"] >= 10_000
+
+
+@pytest.mark.parametrize(
+    ("config", "more"),
+    [
+        ("sac_pendulum", {}),
+        ("td3_pendulum", {"prefetch": 2}),
+        ("dqn_cartpole", {"algorithm.noisy": True, "algorithm.replay.alpha": 0.6, "algorithm.actor_priorities": True}),
+    ],
+)
+def test_updates_from_a_replay_are_captured_beside_actors_that_draw(
+    config: str, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured: list[Any] = []
+    capture = graph.Graph.__init__
+
+    def counted(self: Any, *args: Any) -> None:
+        capture(self, *args)
+        captured.append(args)
+
+    monkeypatch.setattr(graph.Graph, "__init__", counted)
+    run = shoal.train(config, run_dir=tmp_path / "run", steps=5_000, **THREADS, **more)
+    assert len(captured) == (2 if config.startswith("td3") else 1)  # with the policy's turn, and without
+    assert run.summary["steps"] >= 5_000
+
+
+def test_lockstep_is_alike_on_engines_that_share_a_gpu(tmp_path: Path) -> None:
+    given = {**THREADS, "actors": 2, "lockstep": True, "threads": 1, "algorithm.replay.minimum": 200}
+    found = []
+    for engine in ("inline", "threads"):
+        run = shoal.train("sac_pendulum", run_dir=tmp_path / engine, steps=600, **{**given, "engine": engine})
+        net = Run(run.directory).policy("newest").follower.net
+        found.append([value.tolist() for value in net.state_dict().values()])
+    assert found[0] == found[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 from torch import Tensor
@@ -57,12 +57,15 @@ class ApexDqn(Settings):
     def _no_memory(cls, network: Architecture) -> Architecture:
         return without_memory(network, "apex_dqn")
 
-    capturable: ClassVar[bool] = True  # its loss depends on no schedule and on no look at the data
-
     @property
     def experience(self) -> NStep:
         """n-step transitions."""
         return NStep(self.n, self.gamma)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether its loss looks at no data and at no schedule but `lr`."""
+        return self.network.capturable
 
     def build(self, spec: Spec) -> QNetwork:
         """Make the network."""

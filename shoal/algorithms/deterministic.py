@@ -95,6 +95,15 @@ class Td3(Settings):
         """Whether the network sees the reward of the last action."""
         return self.network.lstm > 0
 
+    @property
+    def capturable(self) -> bool:
+        """Whether its loss looks at no data: with a memory, it asks which steps count."""
+        return not self.network.lstm
+
+    def phase(self, net: ContinuousNetwork) -> int:
+        """Whether an update is the policy's, too."""
+        return int(net.turn)
+
     def build(self, spec: Spec) -> ContinuousNetwork:
         """Make the networks."""
         support = self.support if self.atoms else None
@@ -134,7 +143,7 @@ class Td3(Settings):
 
     def prepare(self, net: ContinuousNetwork, batch: Batch) -> Batch:
         """Count the update, and update running statistics."""
-        net.observe(batch)
+        net.observe(batch, self.policy_every)
         return batch
 
     def loss(self, net: ContinuousNetwork, target: ContinuousNetwork, batch: Batch) -> Loss:
@@ -146,7 +155,7 @@ class Td3(Settings):
                 noise = self.smoothing * torch.randn_like(action)
                 action = (action + noise.clamp(-self.smoothing_most, self.smoothing_most)).clamp(-1.0, 1.0)
         each, priority, metrics = critic_loss(net, target, steps, action, self.combine, self.drop)
-        if torch.is_grad_enabled() and net.due(self.policy_every):  # an actor wants priorities only
+        if torch.is_grad_enabled() and net.turn:  # an actor wants priorities only
             # One critic is enough to climb: section 4.2.
             first = 1 if self.climb == "first" else None
             now = steps.now.detach()

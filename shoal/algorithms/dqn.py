@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor
@@ -69,12 +69,15 @@ class Dqn(Settings):
             raise ValueError(f"support {[*self.support]}: the lowest atom must lie below the highest")
         return self
 
-    capturable: ClassVar[bool] = True  # its loss depends on no schedule and on no look at the data
-
     @property
     def experience(self) -> NStep:
         """n-step transitions."""
         return NStep(self.n, self.gamma)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether its loss looks at no data and at no schedule but `lr`."""
+        return self.network.capturable
 
     def build(self, spec: Spec) -> QNetwork:
         """Make the network."""

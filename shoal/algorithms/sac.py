@@ -72,6 +72,15 @@ class Sac(Settings):
         """Whether the network sees the reward of the last action."""
         return self.network.lstm > 0
 
+    @property
+    def capturable(self) -> bool:
+        """Whether its loss looks at no data: with a memory, it asks which steps count."""
+        return not self.network.lstm
+
+    def phase(self, net: ContinuousNetwork) -> int:
+        """Whether an update is the policy's, too."""
+        return int(net.turn)
+
     def build(self, spec: Spec) -> ContinuousNetwork:
         """Make the networks."""
         return ContinuousNetwork(self.network, spec, self.critics, self.quantiles, temperature=self.temperature)
@@ -97,7 +106,7 @@ class Sac(Settings):
 
     def prepare(self, net: ContinuousNetwork, batch: Batch) -> Batch:
         """Count the update, and update running statistics."""
-        net.observe(batch)
+        net.observe(batch, self.policy_every)
         return batch
 
     def loss(self, net: ContinuousNetwork, target: ContinuousNetwork, batch: Batch) -> Loss:
@@ -110,7 +119,7 @@ class Sac(Settings):
             bonus = -temperature * log_prob
         each, priority, metrics = critic_loss(net, target, steps, action, self.combine, self.drop, bonus)
         metrics["temperature"] = temperature.detach()
-        if torch.is_grad_enabled() and net.due(self.policy_every):  # an actor wants priorities only
+        if torch.is_grad_enabled() and net.turn:  # an actor wants priorities only
             now = steps.now.detach()
             action, log_prob = net.drawn(now)
             value = net.worth(now, action, self._cautious, constant=True)

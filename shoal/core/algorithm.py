@@ -180,6 +180,13 @@ class HasCapture(Protocol):
 
 
 @runtime_checkable
+class HasPhase(Protocol):
+    """Which of its forms an update takes, known after `prepare`: each is captured by itself; else there is one."""
+
+    def phase(self, net: Any) -> int: ...
+
+
+@runtime_checkable
 class HasRewardInput(Protocol):
     """Whether the network sees the reward of the last action; else it does not."""
 

@@ -26,10 +26,12 @@ def seed_everything(seed: int) -> None:
 
 
 def get_state() -> tuple[Any, ...]:
-    """The process-wide random states."""
+    """The process-wide random states, that of a GPU too once one is in use."""
     import torch
 
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    gpu = torch.cuda.get_rng_state() if used else None
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), gpu
 
 
 def set_state(state: tuple[Any, ...]) -> None:
@@ -39,6 +41,8 @@ def set_state(state: tuple[Any, ...]) -> None:
     random.setstate(state[0])
     np.random.set_state(state[1])
     torch.set_rng_state(state[2])
+    if state[3] is not None:
+        torch.cuda.set_rng_state(state[3])
 
 
 class Randomness:

@@ -31,11 +31,6 @@ class ActorCriticArchitecture(Architecture):
         False, description="Whether to divide rewards by the standard deviation of the discounted return."
     )
 
-    @property
-    def capturable(self) -> bool:
-        """Whether a GPU can repeat its work unseen: a memory asks where episodes begin, your own torso may ask more."""
-        return not self.lstm and ":" not in self.torso
-
     @model_validator(mode="after")
     def _one_memory(self) -> Self:
         if self.separate and self.lstm:

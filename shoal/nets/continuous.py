@@ -181,6 +181,7 @@ class ContinuousNetwork(nn.Module):
         self.values = Stack(critics, self.critics.features, outputs, LAST)
         atoms = None if support is None else torch.linspace(*support, outputs)
         self.register_buffer("support", atoms, persistent=False)
+        self.turn = True  # whether the present update is the policy's, too; a loss that is captured may not ask a GPU
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64))  # that were made; actors see it, too
         logarithm = None if temperature is None else nn.Parameter(torch.tensor(math.log(temperature)))
         self.register_parameter("log_temperature", logarithm)
@@ -272,13 +273,10 @@ class ContinuousNetwork(nn.Module):
         """Actions [N, A] of a policy that has learned; before its first update any between -1 and 1."""
         return action if self.updates > 0 else torch.rand_like(action) * 2 - 1
 
-    def due(self, every: int) -> bool:
-        """Whether something that happens at every n-th update happens now; a GPU is not asked in vain."""
-        return every == 1 or bool(self.updates % every == 0)
-
-    def observe(self, batch: Batch) -> None:
-        """Count an update, and let the running moments follow the steps that a batch has for the first time."""
+    def observe(self, batch: Batch, every: int = 1) -> None:
+        """Count an update, of which every n-th is the policy's, too; let the running moments follow what is new."""
         self.updates += 1
+        self.turn = every == 1 or bool(self.updates % every == 0)  # a GPU is not asked in vain
         if self.moments is not None:
             self.moments.update(map_tree(lambda x: x[:-1], batch.observation), batch.news)
 

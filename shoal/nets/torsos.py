@@ -37,6 +37,11 @@ class Architecture(Settings):
         False, description="Whether to bring observations, but for images of pixels, to mean 0 and variance 1."
     )
 
+    @property
+    def capturable(self) -> bool:
+        """Whether a GPU can repeat its work unseen: a memory asks where episodes begin, your own torso may ask more."""
+        return not self.lstm and ":" not in self.torso
+
     @field_validator("torso")
     @classmethod
     def _known(cls, torso: str) -> str:

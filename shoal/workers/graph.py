@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import torch
 from torch import nn
 
-from shoal.core.algorithm import Algorithm
+from shoal.core.algorithm import Algorithm, HasPhase
 from shoal.core.tree import leaves, map_tree
 from shoal.core.types import Batch, Loss, Work
 
@@ -65,30 +65,51 @@ def streamed(work: Work, device: torch.device) -> Work:
         work.close()
 
 
+class NotCaptured(RuntimeError):
+    """An update that cannot be captured, and why."""
+
+
+def make_capturable(optimizer: Optimizes) -> None:
+    """Make an optimizer keep on the GPU what it usually keeps in Python."""
+    for group in optimizer.param_groups:
+        group["capturable"] = True
+        group["lr"] = torch.tensor(group["lr"], device=group["params"][0].device)
+    # Torch warns of steps that are not captured, as the first ones are.
+    optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
+
+
 class Captured:
-    """A step of the optimizer, captured for each shape of batches and replayed; only the learning rate may change."""
+    """A step of the optimizer, captured for each shape of batches and replayed; only the learning rate may change.
+
+    Where an algorithm's updates take turns at several forms, each of these is captured.
+    """
 
     def __init__(self, step: OptimizerStep, optimizer: Optimizes) -> None:
-        """Make the optimizer keep on the GPU what it usually keeps in Python."""
+        """Capture nothing yet."""
         self.step, self.stream = step, torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self.seen: dict[Any, int] = {}  # by shape: the updates before its capture
+        self.seen: dict[Any, int] = {}  # by form and shape: the updates before its capture
         self.graphs: dict[Any, Graph] = {}
-        for group in optimizer.param_groups:
-            group["capturable"] = True
-            group["lr"] = torch.tensor(group["lr"], device=group["params"][0].device)
+        make_capturable(optimizer)
 
     def __call__(
         self, algorithm: Algorithm[Any], net: nn.Module, target: nn.Module, optimizer: Optimizes, batch: Batch
     ) -> Loss:
         """Take a step; what it returns is valid until the next one."""
         arguments = algorithm, net, target, optimizer
-        shape = tuple(tuple(leaf.shape) for leaf in moving_leaves(batch))
-        if shape in self.graphs:
-            return self.graphs[shape].replay(batch)
-        seen = self.seen[shape] = self.seen.get(shape, 0) + 1
+        form = algorithm.phase(net) if isinstance(algorithm, HasPhase) else 0
+        key = form, *(tuple(leaf.shape) for leaf in moving_leaves(batch))
+        if key in self.graphs:
+            return self.graphs[key].replay(batch)
+        seen = self.seen[key] = self.seen.get(key, 0) + 1
         if seen <= WARM or len(self.graphs) == MOST:
             return self._aside(*arguments, batch)
-        self.graphs[shape] = graph = Graph(self.step, *arguments, batch)
+        try:
+            self.graphs[key] = graph = Graph(self.step, *arguments, batch)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            reason = error.__context__ or error  # what went wrong first: then the end of the capture fails, too
+            raise NotCaptured((str(reason) or type(reason).__name__).splitlines()[0]) from None
         return graph.replay(batch)
 
     def _aside(self, *args: Any) -> Loss:
@@ -116,10 +137,16 @@ class Graph:
         kept = {name: map_tree(torch.clone, value) for name in MOVING if (value := getattr(batch, name)) is not None}
         self.batch = batch._replace(**kept)
         optimizer.zero_grad(set_to_none=True)
-        self.graph = torch.cuda.CUDAGraph()
-        # What other threads do meanwhile is theirs.
-        with DRAWS, torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.loss = step(algorithm, net, target, optimizer, self.batch)
+        self.graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        # A capture that fails may leave its own stream as the current one.
+        with DRAWS, torch.cuda.stream(torch.cuda.current_stream()):
+            try:
+                # What other threads do meanwhile is theirs.
+                with torch.cuda.graph(self.graph, pool, capture_error_mode="thread_local"):
+                    self.loss = step(algorithm, net, target, optimizer, self.batch)
+            except BaseException:
+                give_up(pool)
+                raise
 
     def replay(self, batch: Batch) -> Loss:
         """Take the step with another batch of the same shape."""
@@ -127,6 +154,16 @@ class Graph:
             mine.copy_(new)
         self.graph.replay()
         return self.loss
+
+
+def give_up(pool: Any) -> None:
+    """End a capture that failed for torch, too: else nobody could draw random numbers on this GPU any more."""
+    device = torch.cuda.current_device()
+    with suppress(RuntimeError):  # it may have ended
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+    generator = torch.cuda.default_generators[device]
+    generator.graphsafe_set_state(generator.clone_state())  # the same numbers, but not of a capture
 
 
 def moving_leaves(batch: Batch) -> list[torch.Tensor]:

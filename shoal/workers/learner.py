@@ -163,7 +163,8 @@ class Updates:
     def _made(self, batch: Batch, own: int, priority: Array | None, updates: int, numbers: dict[str, float]) -> None:
         """Note what came of a batch, and how far that is."""
         now = self.now
-        for problem in (self.model.step.news(), self.health.look(numbers, self.model.net, batch, now.updates)):
+        news = "" if self.joint else self.model.step.news()  # which several learners have no use for
+        for problem in (news, self.health.look(numbers, self.model.net, batch, now.updates)):
             if problem:
                 self.journal.report(problem)
         now.steps = self.count.begin + (self.joint.steps if self.joint else own)

@@ -24,7 +24,7 @@ from shoal.core.doing import span
 from shoal.core.errors import Fatal
 from shoal.core.tree import map_tree, to_numpy
 from shoal.core.types import Array, Batch, Loss, Spec
-from shoal.workers.graph import Captured
+from shoal.workers.graph import Captured, NotCaptured, drawing
 from shoal.workers.packing import Items, fresh_batch
 
 
@@ -135,6 +135,8 @@ class Model:
 class Divided:
     """A step of the optimizer that cuts batches which the device's memory does not hold, from then on.
 
+    One that cannot be captured is taken kernel by kernel from then on.
+
     Gradients of the pieces add up to those of the whole: a loss is a mean over its items. Advantages that are
     standardised are so within each piece.
     """
@@ -151,6 +153,13 @@ class Divided:
         while True:
             try:
                 return self.step(*arguments) if self.pieces == 1 else optimizer_step(*arguments, self.pieces)
+            except NotCaptured as error:
+                self.step = optimizer_step
+                self._news = (
+                    f"an update could not be captured as a CUDA graph ({error}): from now on the GPU is given its "
+                    "kernels one by one, which changes nothing but the speed"
+                )
+                continue
             except torch.OutOfMemoryError as error:
                 problem = str(error).splitlines()[0]
             self._cut(problem, len(batch.weight))  # out here, where the error no longer holds on to tensors
@@ -259,7 +268,7 @@ def differentiated(
         optimizer.zero_grad(set_to_none=True)
         total = (loss.each * batch.weight).mean()
         total.backward()  # type: ignore[no-untyped-call]
-        return loss, total.detach()
+        return detached(loss), total.detach()
     optimizer.zero_grad(set_to_none=True)
     losses, shares, totals = [], [], []
     for index in torch.arange(len(batch.weight)).tensor_split(pieces):
@@ -267,8 +276,7 @@ def differentiated(
         loss = algorithm.loss(net, target, part)
         total = (loss.each * part.weight).sum() / len(batch.weight)
         total.backward()  # type: ignore[no-untyped-call]
-        metrics = {name: value.detach() for name, value in loss.metrics.items()}
-        losses.append(Loss(loss.each.detach(), loss.priority.detach(), metrics))
+        losses.append(detached(loss))
         shares.append(len(index) / len(batch.weight))
         totals.append(total.detach())
     each, priority = (torch.cat([getattr(loss, name) for loss in losses]) for name in ("each", "priority"))
@@ -277,6 +285,12 @@ def differentiated(
         for name in losses[0].metrics
     }
     return Loss(each, priority, means), torch.stack(totals).sum()
+
+
+def detached(loss: Loss) -> Loss:
+    """A loss without its graph, which would tie the next backward pass to the stream of this one."""
+    metrics = {name: value.detach() for name, value in loss.metrics.items()}
+    return Loss(loss.each.detach(), loss.priority.detach(), metrics)
 
 
 def update(
@@ -384,5 +398,5 @@ def items(batch: Batch, which: torch.Tensor) -> Batch:
 
 def first_priorities(algorithm: Algorithm[Any], net: nn.Module, fresh: Items, device: torch.device) -> Array:
     """Priorities of new items, by the loss that will set their later ones."""
-    with torch.no_grad():
+    with torch.no_grad(), drawing(device):  # some losses draw
         return algorithm.loss(net, net, fresh_batch(fresh, device)).priority.cpu().numpy()

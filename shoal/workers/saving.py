@@ -41,6 +41,7 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, torch.Tensor]:
     }
 
 
+@torch.no_grad()
 def from_arrays(net: nn.Module, optimizer: Optimizer, content: Mapping[str, Any]) -> None:
     """Restore what `to_arrays` returned; weights that do not fit the network are refused with the reason."""
     load_weights(net, content["weights"])
@@ -49,6 +50,11 @@ def from_arrays(net: nn.Module, optimizer: Optimizer, content: Mapping[str, Any]
         index, _, name = key.partition(".")
         state.setdefault(int(index), {})[name] = torch.tensor(array)
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    for parameter, quantities in optimizer.state.items():
+        for name, value in quantities.items():
+            # Fused kernels go through memory in its order, which for convolutions is another than that of the array.
+            if value.shape == parameter.shape and value.stride() != parameter.stride():
+                quantities[name] = torch.empty_like(parameter).copy_(value)
 
 
 def load_weights(net: nn.Module, weights: Mapping[str, Array]) -> None:

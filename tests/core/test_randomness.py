@@ -79,6 +79,16 @@ def test_drawing_inside_leaves_the_outside_alone(source):
     assert drawn == expected
 
 
+def test_each_has_its_own_numbers_on_a_gpu_too(monkeypatch):
+    gpu = torch.Generator()  # stands for that of a GPU, which torch seeds with the others
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", gpu.manual_seed)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", gpu.get_state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", gpu.set_state)
+    monkeypatch.setitem(SOURCES, "gpu", lambda: torch.rand((), generator=gpu).item())
+    test_interleaved_streams_equal_separate_ones()
+
+
 def test_the_state_goes_on_after_an_error():
     seed_everything(1)
     first, second, outside = draw(), draw(), draw()

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from shoal.algorithms.dqn import Dqn
+from shoal.algorithms.sac import Sac
+from shoal.core.tree import map_tree
+from shoal.core.types import ActionSpec, ArraySpec, Spec
 from shoal.nets.optimizers import make_optimizer
-from shoal.workers.model import Backup
+from shoal.workers import model
+from shoal.workers.model import Backup, Model, first_priorities
+from shoal.workers.saving import contents, from_contents
+from tests.algorithms.conftest import SPECS, play
 
 
 def step(net: nn.Module, optimizer: Any, scale: float) -> None:
@@ -55,3 +64,30 @@ def test_steps_that_are_taken_back_leave_no_trace(rule: str, more: dict[str, Any
         assert torch.equal(mine, theirs)
     for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_priorities_draw_only_while_nobody_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(model, "drawing", lambda device: asked.append(device) or nullcontext())
+    algorithm, cpu = Sac(), torch.device("cpu")
+    net = algorithm.build(SPECS["continuous"])
+    batch = play(algorithm, net, SPECS["continuous"], length=1).arrays()
+    items = {name: batch[name] for name in batch if name not in ("key", "weight")}
+    assert len(first_priorities(algorithm, net, items, cpu)) == 6
+    assert asked == [cpu]
+
+
+def test_a_network_of_convolutions_goes_on_from_its_checkpoint() -> None:
+    """Its weights have another memory layout than the arrays in a checkpoint."""
+    torch.manual_seed(0)
+    algorithm, spec, cpu = Dqn(), Spec(ArraySpec((2, 40, 40), "uint8"), ActionSpec(3)), torch.device("cpu")
+    one, other = Model(algorithm, spec, cpu), Model(algorithm, spec, cpu)
+    batches = [play(algorithm, one.net, spec, length=1) for _ in range(4)]
+    for update in range(4):
+        if update == 2:
+            from_contents(other, map_tree(np.ascontiguousarray, contents(one)))
+        one.update(algorithm, batches[update], update)
+        if update >= 2:
+            other.update(algorithm, batches[update], update)
+    for mine, its in zip(one.net.parameters(), other.net.parameters(), strict=True):
+        assert torch.equal(mine, its)
