@@ -25,7 +25,7 @@ BASE = {"environment": {"id": "Counting"}, "actors": 1}
 
 def test_every_hook_is_on_the_page_about_algorithms() -> None:
     table = PAGE.read_text().partition("### What an algorithm may have besides")[2].partition("### ")[0]
-    assert len(HOOKS) == 19
+    assert len(HOOKS) == 20
     assert [name for name in HOOKS if f"`{name}" not in table] == []
 
 
