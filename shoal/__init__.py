@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-# Torch's threads wait for each other without using a core, of which another program could make use, or the very thread
-# that they wait for. It has to be known before torch is loaded.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Torch's threads that wait for each other use a core for little longer than from one kernel to the next. By default
+# it is sixty times as long: on a busy machine another program could use it, or the very thread that they wait for.
+# This has to be known before torch is loaded.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 if TYPE_CHECKING:
     from shoal.experiment import Experiment, configure
